@@ -1,0 +1,113 @@
+"""Look at the command line before Hydra does, so that a typo is answered with what is valid."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+FLAGS_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun")
+
+
+class OverrideError(ValueError):
+    """An override that names a key or value that does not exist."""
+
+
+def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into Hydra's flags (with their values) and overrides."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument in FLAGS_WITH_VALUE or argument in ("--package", "-p"):
+            flags += [argument, next(remaining, "")]
+        elif argument.startswith("-"):
+            flags.append(argument)
+        else:
+            overrides.append(argument)
+    return flags, overrides
+
+
+def check_overrides(overrides: list[str], directory: Path, config_name: str = "config") -> None:
+    """Compose with each choice of each override, once.
+
+    Raises:
+        OverrideError: naming the override and what is valid in its place.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise OverrideError(f"The command line cannot be read: {error}") from error
+    choices = [list(_choices(override)) for override in parsed]
+    for combination in itertools.islice(_each_once(choices), 64):
+        _compose(combination, directory, config_name)
+
+
+def _choices(override: Override) -> Iterator[str]:
+    key = override.get_key_element()
+    if not override.is_sweep_override():
+        yield override.input_line or ""
+        return
+    if override.is_discrete_sweep():
+        yield from (f"{key}={value}" for value in override.sweep_string_iterator())
+
+
+def _each_once(choices: list[list[str]]) -> Iterator[list[str]]:
+    """The first combination, and for every further choice one combination that holds it."""
+    first = [options[0] for options in choices if options]
+    yield first
+    for index, options in enumerate(choices):
+        for option in options[1:]:
+            yield [option if o is options else o[0] for o in choices[: index + 1] + choices[index + 1 :] if o]
+
+
+def _compose(overrides: list[str], directory: Path, config_name: str) -> DictConfig:
+    with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
+        try:
+            return compose(config_name, overrides=overrides)
+        except (HydraException, OmegaConfBaseException) as error:
+            bad = next((o for o in overrides if not _composes([o], config_name)), None)
+            raise OverrideError(_explain(bad, error, config_name)) from error
+
+
+def _composes(overrides: list[str], config_name: str) -> bool:
+    try:
+        compose(config_name, overrides=overrides)
+    except (HydraException, OmegaConfBaseException):
+        return False
+    return True
+
+
+def _explain(override: str | None, error: Exception, config_name: str) -> str:
+    if override is None or "=" not in override:
+        return str(error)
+    key = override.split("=", 1)[0].lstrip("+~")
+    if key.startswith("hydra") or override.startswith(("+", "~")):
+        return str(error)
+    config = compose(config_name)
+    node: Any = config
+    parent = ""
+    for part in key.split("."):
+        if not isinstance(node, DictConfig) or part not in node:
+            break
+        node = OmegaConf.to_container(node, resolve=False)[part]  # type: ignore[index]
+        node = OmegaConf.create(node) if isinstance(node, dict) else node
+        parent = f"{parent}.{part}".lstrip(".")
+    else:
+        return str(error)
+    missing = key[len(parent) :].lstrip(".").split(".")[0]
+    valid = sorted(map(str, node)) if isinstance(node, DictConfig) else []
+    where = f"{parent!r}" if parent else "the configuration"
+    close = difflib.get_close_matches(missing, valid, n=1)
+    hint = f" Did you mean {parent + '.' if parent else ''}{close[0]}?" if close else ""
+    listing = f" Valid keys there: {', '.join(valid)}." if valid else " It is a value and has no keys."
+    return f"{override}: {where} has no key {missing!r}.{hint}{listing}"

@@ -1,0 +1,172 @@
+"""Turn a composed configuration into settled values: checked, with the defaults that depend on size and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lightning_sonar import models
+from lightning_sonar.backends import BACKENDS, resolve_backend
+from lightning_sonar.in_backward import Accumulation, Check, OnNonfinite, check_clip
+from lightning_sonar.memory.sizing import checkpoint_reachable, memory_there, training_requirement
+from lightning_sonar.modes import ExpertClip, resolve_mode
+
+PRECISIONS = {
+    "bf16-true": torch.bfloat16,
+    "bf16-mixed": torch.float32,
+    "32": torch.float32,
+    "32-true": torch.float32,
+}
+
+
+class SettingsError(ValueError):
+    """A value that the run cannot work with; the message is meant for the user."""
+
+
+def device_of(cfg: DictConfig) -> torch.device:
+    """The device that the Trainer will choose."""
+    wanted = str(cfg.trainer.accelerator)
+    if wanted in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if wanted in ("gpu", "cuda"):
+        raise SettingsError(f"trainer.accelerator={wanted}: torch sees no GPU here. Use trainer.accelerator=cpu.")
+    return torch.device("cpu")
+
+
+def settle(cfg: DictConfig, say: Callable[[str], None] = print) -> DictConfig:
+    """Check the configuration and fill in, in place, what depends on the size and the device.
+
+    Raises:
+        SettingsError: naming the key, its value and what would work.
+    """
+    check_values(cfg)
+    device = device_of(cfg)
+    with open_dict(cfg):
+        cfg.model.size = settle_size(cfg, device, say)
+        if cfg.model.pretrained is None:
+            cfg.model.pretrained = cfg.model.size == "full"
+        defaults = cfg.size_defaults[cfg.model.size]
+        if cfg.data.seq_len is None:
+            cfg.data.seq_len = defaults.seq_len
+        if cfg.optimizer.get("lr", 0.0) is None:
+            cfg.optimizer.lr = defaults.lr
+        if cfg.trainer.max_steps is None:
+            cfg.trainer.max_steps = defaults.max_steps if cfg.trainer.max_epochs is None else -1
+        try:
+            cfg.backend.name = resolve_backend(cfg.backend.name, device)
+        except (ValueError, RuntimeError) as error:
+            raise SettingsError(str(error)) from error
+    return cfg
+
+
+def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None]) -> str:
+    """``tiny`` or ``full``: as asked, if the machine can hold it, or what the machine can hold."""
+    wanted, name = str(cfg.model.size), str(cfg.model.name)
+    if wanted == "tiny":
+        return wanted
+    mode, dtype = resolve_mode(cfg.mode.name), PRECISIONS[str(cfg.trainer.precision)]
+    source = str(cfg.model.id) if name == "hf" else models.PRESETS[name].hub_id
+    pretrained = cfg.model.pretrained is not False
+    config = _full_config(cfg, source)
+    need = training_requirement(*models.count_parameters(config, cfg.model.trust_remote_code), mode, dtype)
+    there = memory_there(device)
+    figures = f"training {source} in mode {cfg.mode.name} needs {need}; {device} has {there / 1e9:.1f} GB free"
+    if wanted == "full":
+        if need.total > there:
+            small = "" if name == "hf" else " or take model.size=tiny"
+            raise SettingsError(
+                f"model.size=full: {figures}. Use a larger device, another mode, fewer layers (model.num_layers=N){small}."
+            )
+        return wanted
+    reason = None
+    if device.type == "cpu":
+        reason = "there is no GPU"
+    elif need.total > there:
+        reason = "the GPU cannot hold it"
+    elif pretrained and not checkpoint_reachable(source):
+        reason = f"the checkpoint {source} cannot be reached (random weights: model.pretrained=false)"
+    size = "full" if reason is None else "tiny"
+    say(
+        f"model.size=auto chose {size.upper()}{'' if reason is None else f', because {reason}'}: {figures}. "
+        f"Force a size with model.size=full or model.size=tiny."
+    )
+    return size
+
+
+def _full_config(cfg: DictConfig, source: str) -> Any:
+    try:
+        return models.build_config(
+            cfg.model.name,
+            "full",
+            num_layers=cfg.model.num_layers,
+            model_id=cfg.model.id,
+            trust_remote_code=cfg.model.trust_remote_code,
+            **OmegaConf.to_container(cfg.model.overrides),  # type: ignore[arg-type]
+        )
+    except OSError as error:
+        raise SettingsError(f"model.id={source}: no configuration could be loaded: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"model: {error}") from error
+
+
+def check_values(cfg: DictConfig) -> None:
+    """Check every value that has a closed set or a range; all faults are reported at once.
+
+    Raises:
+        SettingsError: one line a fault.
+    """
+    faults: list[str] = []
+    for key, valid in CHOICES.items():
+        value = OmegaConf.select(cfg, key)
+        if str(value) not in valid:
+            faults.append(f"{key}={value}: expected one of {', '.join(valid)}.")
+    for key, (kind, least, optional) in NUMBERS.items():
+        value = OmegaConf.select(cfg, key)
+        if value is None and optional:
+            continue
+        right = isinstance(value, kind) and not isinstance(value, bool)
+        if not right or value < least:
+            what = "a whole number" if kind is int else "a number"
+            faults.append(f"{key}={value}: expected {what}, at least {least}{', or null' if optional else ''}.")
+    if not faults:
+        try:
+            check_clip(
+                resolve_mode(cfg.mode.name), cfg.trainer.gradient_clip_val, cfg.trainer.gradient_clip_algorithm
+            )
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise SettingsError("\n".join(faults))
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.size": ("auto", "tiny", "full"),
+    "model.name": (*models.PRESETS, "hf"),
+    "backend.name": ("auto", *BACKENDS),
+    "mode.expert_clip": get_args(ExpertClip),
+    "mode.accumulation": get_args(Accumulation),
+    "mode.on_nonfinite": get_args(OnNonfinite),
+    "mode.check": get_args(Check),
+    "trainer.precision": tuple(PRECISIONS),
+    "trainer.accelerator": ("auto", "cpu", "gpu", "cuda"),
+    "trainer.gradient_clip_algorithm": ("norm", "value", "None"),
+}
+
+_number = (int, float)
+NUMBERS: dict[str, tuple[Any, float, bool]] = {
+    "seed": (int, 0, False),
+    "model.num_layers": (int, 1, True),
+    "model.router_aux_loss": (_number, 0, False),
+    "data.seq_len": (int, 8, True),
+    "data.batch_size": (int, 1, False),
+    "data.eval_batch_size": (int, 1, False),
+    "data.heldout_size": (int, 1, False),
+    "trainer.max_steps": (int, -1, True),
+    "trainer.max_epochs": (int, -1, True),
+    "trainer.gradient_clip_val": (_number, 0, True),
+    "trainer.accumulate_grad_batches": (int, 1, False),
+    "trainer.log_every_n_steps": (int, 1, False),
+}

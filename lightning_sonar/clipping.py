@@ -1,0 +1,52 @@
+"""Gradient norms and the clip at the end of backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ClipAlgorithm = Literal["norm", "value"]
+
+
+def with_gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those of ``tensors`` that have a gradient now."""
+    return [tensor for tensor in tensors if tensor.grad is not None]
+
+
+def clip_norm_(tensors: Sequence[Tensor], max_norm: float) -> Tensor:
+    """Clip by global norm, exactly as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Args:
+        tensors: parameters of any shape; those without a gradient are passed over.
+        max_norm: the largest norm allowed.
+
+    Returns:
+        The norm before clipping, 0-dim, in the gradients' dtype (a bfloat16 norm is rounded).
+    """
+    return torch.nn.utils.clip_grad_norm_(tensors, max_norm)
+
+
+def clip_value_(tensors: Sequence[Tensor], max_value: float) -> None:
+    """Clip each element to ``[-max_value, max_value]``, as ``torch.nn.utils.clip_grad_value_`` does."""
+    torch.nn.utils.clip_grad_value_(tensors, max_value)
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor | None:
+    """The 2-norm of all gradients together, float32 and 0-dim; ``None`` where there is no gradient."""
+    grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    if not grads:
+        return None
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def is_nonfinite(tensor: Tensor) -> Tensor:
+    """Whether a tensor holds a NaN or an infinity: float32, 0-dim, 1.0 or 0.0, on the tensor's device.
+
+    ``aminmax`` carries a NaN through and needs no temporary of the tensor's size.
+    """
+    low, high = torch.aminmax(tensor.detach())
+    return (~(torch.isfinite(low) & torch.isfinite(high))).float()

@@ -1,0 +1,108 @@
+"""From records to token ids and labels, and from those to batches of tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from .errors import DataError
+from .records import Record
+from .tokenizer import single_threaded
+
+__all__ = ["IGNORED", "Example", "collate", "encode", "encode_all"]
+
+IGNORED = -100
+"""The label of a token that does not count for the loss, as in torch's cross entropy."""
+
+# How many records are tokenized at once: enough to amortize the call, few enough to bound its memory.
+_CHUNK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One tokenized record. `labels` stand at the positions of `input_ids`; the loss shifts them."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+    @property
+    def learns(self) -> bool:
+        """Whether any token counts for the loss; the first one has nothing to be predicted from."""
+        return any(label != IGNORED for label in self.labels[1:])
+
+
+def encode(record: Record, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Example:
+    """One record's tokens, cut to `seq_len`: the response and the end token after it count for the loss.
+
+    If the prompt alone fills `seq_len`, no token does (`Example.learns` is False).
+    """
+    return _encode_chunk([record], tokenizer, seq_len)[0]
+
+
+def encode_all(
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, seq_len: int
+) -> tuple[list[Example], int]:
+    """All examples that hold some of their response, and how many records were dropped for holding none."""
+    examples: list[Example] = []
+    for start in range(0, len(records), _CHUNK):
+        chunk = _encode_chunk(records[start : start + _CHUNK], tokenizer, seq_len)
+        examples += [example for example in chunk if example.learns]
+    return examples, len(records) - len(examples)
+
+
+def _encode_chunk(
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, seq_len: int
+) -> list[Example]:
+    end_id = tokenizer.eos_token_id
+    if not isinstance(end_id, int):
+        raise DataError("the tokenizer has no end token; set tokenizer.eos_token, which ends every response")
+    texts = [text for record in records for text, _ in record]
+    if not texts:
+        return [Example([], []) for _ in records]
+    with single_threaded():
+        start = _start_ids(tokenizer)
+        # Segment by segment, so that no token straddles the border between prompt and response; special
+        # tokens spelled out in the data are plain text, or a record could end its own response early.
+        encoded = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    pieces = iter(encoded["input_ids"])
+    examples = []
+    for record in records:
+        input_ids = list(start)
+        labels = [IGNORED] * len(start)
+        for _, counts in record:
+            ids: list[int] = next(pieces)
+            if counts:
+                ids = [*ids, end_id]
+            input_ids += ids
+            labels += ids if counts else [IGNORED] * len(ids)
+        examples.append(Example(input_ids[:seq_len], labels[:seq_len]))
+    return examples
+
+
+def _start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that this tokenizer's model expects at the start of every sequence, if there is one."""
+    bos_id = tokenizer.bos_token_id
+    # Many tokenizers name such a token and yet never write it, so ask what is written.
+    return [bos_id] if isinstance(bos_id, int) and tokenizer("")["input_ids"][:1] == [bos_id] else []
+
+
+def collate(examples: Sequence[Example], pad_id: int, pad_to: int | None = None) -> dict[str, Tensor]:
+    """A batch of int64 tensors [B, T], padded on the right to `pad_to`, else to the longest example.
+
+    A fixed length keeps shapes constant from step to step, so that step times and peaks compare.
+    """
+    longest = max(len(example.input_ids) for example in examples)
+    length = longest if pad_to is None else pad_to
+    if longest > length:
+        raise DataError(f"pad_to={pad_to}, but an example has {longest} tokens; encode with seq_len={pad_to}")
+    input_ids = torch.full((len(examples), length), pad_id, dtype=torch.int64)
+    attention_mask = torch.zeros_like(input_ids)
+    labels = torch.full_like(input_ids, IGNORED)
+    for row, example in enumerate(examples):
+        size = len(example.input_ids)
+        input_ids[row, :size] = torch.tensor(example.input_ids, dtype=torch.int64)
+        attention_mask[row, :size] = 1
+        labels[row, :size] = torch.tensor(example.labels, dtype=torch.int64)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}

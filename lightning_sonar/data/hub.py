@@ -1,0 +1,34 @@
+"""The Alpaca data set from the Hugging Face hub."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from .errors import DataError
+from .records import Record, from_alpaca
+
+__all__ = ["load_alpaca"]
+
+_NAME = "tatsu-lab/alpaca"
+_INSTEAD = "use data=builtin (needs no network) or data=json data.path=FILE with a copy of the data"
+
+
+def load_alpaca() -> list[Record]:
+    """The 52,002 records of `tatsu-lab/alpaca`, from the hub or from `datasets`' own cache."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{_NAME}: needs the package 'datasets': pip install datasets, or {_INSTEAD}"
+        ) from error
+    try:
+        rows = datasets.load_dataset(_NAME, split="train")
+    # The layers below raise exceptions of half a dozen packages; all mean the same to the user.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DataError(
+            f"{_NAME}: cannot be loaded from the hub ({reason}). Check the network, or {_INSTEAD}"
+        ) from error
+    return [
+        from_alpaca(row["instruction"], row["input"], row["output"])
+        for row in cast("Iterable[Mapping[str, Any]]", rows)
+    ]

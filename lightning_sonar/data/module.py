@@ -1,0 +1,229 @@
+"""Instruction data as a LightningDataModule."""
+
+import logging
+import random
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerBase
+
+from .builtin import builtin_records
+from .encode import Example, collate, encode_all
+from .errors import DataError
+from .files import read_records
+from .hub import load_alpaca
+from .records import Record
+from .tokenizer import cached_tokenizer
+
+__all__ = ["SOURCES", "InstructionData", "split"]
+
+SOURCES = ("builtin", "json", "alpaca")
+
+# Not an argument: runs of any seed are judged on the same records.
+_HELDOUT_SEED = 20_240_903
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class InstructionData(LightningDataModule):
+    """Instruction data of which only the responses count for the loss, with a held-out part.
+
+    The held-out part is `heldout_size` records or a tenth, whichever is less, chosen by a constant seed of
+    its own: runs with different `seed` hold out the same records, and differ only in the order of the others.
+    Training never sees a held-out record, nor a copy of it, nor does the tokenizer that is trained here.
+
+    Args:
+        source: `builtin` (docstrings of Python's standard library), `json` (`path`, a local JSON, JSONL or
+            Parquet file) or `alpaca` (`tatsu-lab/alpaca` from the hub).
+        path: the file that `json` reads.
+        seq_len: examples are cut to so many tokens; a record whose prompt alone fills them is dropped.
+        batch_size: examples in a training batch. The last one of an epoch is dropped if it is not full.
+        eval_batch_size: examples in a held-out batch.
+        heldout_size: the most records to hold out.
+        seed: decides the order of training examples, nothing else.
+        tokenizer: the model's own; None trains a byte-level BPE of `vocab_size` tokens on the training part.
+        vocab_size: how many tokens such a BPE has at most.
+        pad_to_seq_len: pad every batch to `seq_len`, so that step times and memory peaks compare; otherwise
+            to its longest example.
+        num_workers: processes that collate batches.
+        cache_dir: where records and tokenizer are kept; None is the user's cache folder.
+        max_records: use only the first so many records.
+
+    After `setup`: `tokenizer`, `vocab_size`, `train_set`, `heldout_set`, and how many records were too long
+    for `seq_len`, `train_dropped` and `heldout_dropped`.
+    """
+
+    def __init__(
+        self,
+        source: str = "builtin",
+        path: str | None = None,
+        seq_len: int = 256,
+        batch_size: int = 2,
+        eval_batch_size: int = 8,
+        heldout_size: int = 512,
+        seed: int = 0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        vocab_size: int = 4096,
+        pad_to_seq_len: bool = True,
+        num_workers: int = 0,
+        cache_dir: str | None = None,
+        max_records: int | None = None,
+    ) -> None:
+        super().__init__()
+        if source not in SOURCES:
+            raise DataError(f"source={source!r}: expected one of {', '.join(SOURCES)}")
+        if source == "json" and not path:
+            raise DataError("source='json' needs path: a local .json, .jsonl or .parquet file")
+        if source != "json" and path:
+            raise DataError(f"path={path!r} is read only with source='json', but source={source!r}")
+        for name, value, least in (
+            ("seq_len", seq_len, 2),
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", eval_batch_size, 1),
+            ("heldout_size", heldout_size, 1),
+            ("num_workers", num_workers, 0),
+            ("max_records", max_records, 2),
+        ):
+            if value is not None and value < least:
+                raise DataError(f"{name}={value}: expected at least {least}")
+        self.source = source
+        self.path = path
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.heldout_size = heldout_size
+        self.seed = seed
+        self.pad_to_seq_len = pad_to_seq_len
+        self.num_workers = num_workers
+        self.cache_dir = cache_dir
+        self.max_records = max_records
+        self.train_dropped = 0
+        self.heldout_dropped = 0
+        self._given_tokenizer = tokenizer
+        self._most_tokens = vocab_size
+        self._records: list[Record] | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._train_set: list[Example] | None = None
+        self._heldout_set: list[Example] | None = None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer given, or the one that `setup` trained."""
+        return _after_setup(self._tokenizer, "tokenizer")
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the tokenizer has, special ones included."""
+        return len(_after_setup(self._tokenizer, "vocab_size"))
+
+    @property
+    def train_set(self) -> list[Example]:
+        """The examples to train on, in the order of the data."""
+        return _after_setup(self._train_set, "train_set")
+
+    @property
+    def heldout_set(self) -> list[Example]:
+        """The examples held out, in a fixed order."""
+        return _after_setup(self._heldout_set, "heldout_set")
+
+    def prepare_data(self) -> None:
+        """Download or parse once, in one process; the others then find it in the cache."""
+        self._load()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read, split and encode, once, whatever the stage."""
+        if self._heldout_set is not None:
+            return
+        records = self._load()
+        training, heldout = split(records, self.heldout_size)
+        tokenizer = self._given_tokenizer
+        if tokenizer is None:
+            texts = [text for record in training for text, _ in record]
+            tokenizer = cached_tokenizer(texts, self._most_tokens, self.cache_dir)
+        heldout_set, heldout_dropped = encode_all(heldout, tokenizer, self.seq_len)
+        encoded, train_dropped = encode_all(training, tokenizer, self.seq_len)
+        # Records that differ only beyond seq_len are copies of one another by now.
+        unseen = {tuple(example.input_ids) for example in heldout_set}
+        train_set = [example for example in encoded if tuple(example.input_ids) not in unseen]
+        counts = (
+            f"{len(records)} records, {len(heldout)} held out, {train_dropped + heldout_dropped} dropped "
+            f"because their prompt fills seq_len={self.seq_len}"
+        )
+        if not heldout_set:
+            raise DataError(f"no held-out example is left ({counts}): use a larger seq_len or more data")
+        if len(train_set) < self.batch_size:
+            raise DataError(
+                f"batch_size={self.batch_size}, but only {len(train_set)} training examples are left "
+                f"({counts}, copies of held-out ones removed): use a smaller batch_size, a larger seq_len "
+                "or more data"
+            )
+        # A few long prompts are normal; losing a tenth of the data is worth a line.
+        level = logging.WARNING if train_dropped > len(training) // 10 else logging.INFO
+        _log.log(level, "%s data: %s; %d training examples", self.source, counts, len(train_set))
+        self._tokenizer, self._train_set, self._heldout_set = tokenizer, train_set, heldout_set
+        self.train_dropped, self.heldout_dropped = train_dropped, heldout_dropped
+        self._records = None  # encoded now; the texts need not stay in memory
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Training batches in an order that `seed` decides, all of them full."""
+        order = torch.Generator().manual_seed(self.seed)
+        return self._loader(self.train_set, self.batch_size, order)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Held-out batches, always in the same order."""
+        return self._loader(self.heldout_set, self.eval_batch_size, None)
+
+    def _loader(
+        self, examples: list[Example], batch_size: int, order: torch.Generator | None
+    ) -> DataLoader[dict[str, Tensor]]:
+        pad_id = self.tokenizer.pad_token_id
+        if not isinstance(pad_id, int):  # padding is masked everywhere, so any token will do
+            pad_id = 0
+        return DataLoader(
+            cast("Dataset[dict[str, Tensor]]", examples),
+            batch_size=batch_size,
+            shuffle=order is not None,
+            generator=order,
+            drop_last=order is not None,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            collate_fn=partial(collate, pad_id=pad_id, pad_to=self.seq_len if self.pad_to_seq_len else None),
+        )
+
+    def _load(self) -> list[Record]:
+        if self._records is None:
+            if self.source == "builtin":
+                records = builtin_records(self.cache_dir)
+            elif self.source == "alpaca":
+                records = load_alpaca()
+            else:
+                records = read_records(Path(cast(str, self.path)))
+            if len(records) < 2:
+                raise DataError(
+                    f"{self.path or self.source}: only {len(records)} record; "
+                    "expected at least 2, one to train on and one to hold out"
+                )
+            self._records = records[: self.max_records]
+        return self._records
+
+
+def split(records: list[Record], heldout_size: int) -> tuple[list[Record], list[Record]]:
+    """The training part, without copies of held-out records, and the held-out part, always the same one."""
+    size = max(1, min(heldout_size, len(records) // 10))
+    chosen = sorted(random.Random(_HELDOUT_SEED).sample(range(len(records)), size))
+    heldout = [records[index] for index in chosen]
+    unseen = set(heldout)
+    return [record for record in records if record not in unseen], heldout
+
+
+def _after_setup(value: _T | None, name: str) -> _T:
+    if value is None:
+        raise RuntimeError(f"InstructionData.{name} exists after setup(); call setup() first")
+    return value

@@ -1,0 +1,510 @@
+"""The training step in which some tensors are updated inside backward.
+
+One ordinary optimizer holds all parameters. A post-accumulate-grad hook on each released tensor lets that
+optimizer step just this tensor, the moment its gradient is complete, and drops the gradient. When backward ends,
+only the other tensors still have gradients, so the ordinary clip and the ordinary ``optimizer.step()`` touch only
+them. This file knows torch and nothing above it: strategies, the mixin and a plain loop all drive this one piece.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_sonar.clipping import ClipAlgorithm, clip_norm_, clip_value_, is_nonfinite, with_gradients
+from lightning_sonar.modes import Mode, mode_name, resolve_mode
+from lightning_sonar.optim.step_one import Group, is_element_wise, step_slice, step_tensor
+
+Accumulation = Literal["exact", "per_microbatch"]
+OnNonfinite = Literal["skip", "raise", "ignore"]
+Check = Literal["loss", "gradient"]
+
+_released: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class Observer(Protocol):
+    """What may watch a step. It must not change anything."""
+
+    def on_phase(self, phase: str) -> None:
+        """The step enters ``"backward"``, ``"clip"``, ``"step"`` or ``"done"``."""
+
+    def on_gradient(self, tensor: Tensor) -> None:
+        """A released tensor's gradient is complete: before its update, and before it is freed."""
+
+
+class InBackward:
+    """Hooks on the tensors that step inside backward, and the step around them. Made by `release_in_backward`.
+
+    Attributes:
+        mode: which tensors step in backward and which are clipped.
+        observers: called as the step goes on; see `Observer`.
+        clip_value: if set, each released gradient is clipped element-wise to it before its update, as
+            ``clip_grad_value_`` clips the others afterwards.
+        skipped_tensors: how many updates of single tensors were left out because of ``check="gradient"``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        experts: Mapping[str, Tensor],
+        *,
+        mode: Mode,
+        names: Mapping[int, str],
+        accumulation: Accumulation,
+        on_nonfinite: OnNonfinite,
+        check: Check,
+    ) -> None:
+        self.mode = mode
+        self.accumulation = accumulation
+        self.on_nonfinite = on_nonfinite
+        self.check = check
+        self.observers: list[Observer] = []
+        self.clip_value: float | None = None
+        # The hooks hold this object, and a parameter holds its hooks in C++ where the garbage collector cannot see
+        # them: a strong reference from here to a parameter or the optimizer would keep the whole model alive.
+        self._optimizer = weakref.ref(optimizer)
+        self._experts = {name: weakref.ref(tensor) for name, tensor in experts.items()}
+        self._expert_ids = {id(tensor) for tensor in experts.values()}
+        self._names = dict(names)
+        self._handles: list[Any] = []
+        self._group_index: dict[int, int] = {}
+        self._pending: dict[int, dict[str, Any]] = {}
+        self._fired: set[int] = set()
+        self._hooks_now = 0
+        self._hooks_last = 0
+        self._accumulating = False
+        self._inside = False
+        self._warned = False
+        self._flag: Tensor | None = None
+        self._skipping = False
+        self._skipped: int | Tensor = 0
+        self._skipped_tensors: int | Tensor = 0
+
+    # What one can ask.
+
+    @property
+    def experts(self) -> dict[str, Tensor]:
+        """The expert tensors that are still alive, by name."""
+        alive = ((name, ref()) for name, ref in self._experts.items())
+        return {name: tensor for name, tensor in alive if tensor is not None}
+
+    @property
+    def hooks_fired(self) -> int:
+        """How many hooks acted in the step under way, or in the last one between steps."""
+        return self._hooks_now or self._hooks_last
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether the backward under way, or the next one, is not the last before a step."""
+        return self._accumulating
+
+    @property
+    def mid_step(self) -> bool:
+        """Whether some tensors have been updated for a step whose other tensors have not."""
+        return bool(self._fired)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps updated nothing because the loss was not finite. Reads the device."""
+        return int(self._skipped)
+
+    @property
+    def skipped_tensors(self) -> int:
+        """How many updates of one tensor were left out because its gradient was not finite. Reads the device."""
+        return int(self._skipped_tensors)
+
+    def is_expert(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._expert_ids
+
+    # The step.
+
+    def backward(self, loss: Tensor, run: Callable[[], Any] | None = None, *, last: bool = True) -> None:
+        """Run backward; released tensors are updated in it.
+
+        Args:
+            loss: 0-dim; looked at for NaN and infinity before anything is updated.
+            run: what runs backward, by default ``loss.backward``.
+            last: whether this is the last microbatch before the step. With exact accumulation the hooks act on
+                the last one only, on the sum.
+
+        Raises:
+            FloatingPointError: if the loss is not finite and ``on_nonfinite="raise"``.
+            RuntimeError: if a released tensor gets its gradient twice; see `release_in_backward`.
+        """
+        self._enter("backward")
+        self._look_at(loss)
+        if self.accumulation == "per_microbatch":
+            self._fired.clear()
+        if not last:
+            with self.accumulate():
+                self._run(run or loss.backward)
+            return
+        self._run(run or loss.backward)
+        if not self._accumulating:
+            self._prepare_dense()
+
+    def clip_(self, max_norm: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
+        """Clip what backward has left, in the mode's scope.
+
+        Args:
+            max_norm: the largest norm (or, for ``"value"``, the largest element); 0 or less clips nothing.
+            algorithm: ``"norm"``: the global norm over the mode's ``clip`` scope. ``"value"``: element-wise, over
+                all gradients there are; the released ones were clipped to `clip_value` in their hooks.
+
+        Returns:
+            The norm before clipping, 0-dim, in the gradients' dtype; ``None`` if no norm was taken.
+        """
+        self._enter("clip")
+        norm = None
+        if max_norm > 0:
+            tensors = with_gradients(self._parameters())
+            if algorithm == "value":
+                clip_value_(tensors, max_norm)
+            else:
+                check_clip(self.mode, max_norm, algorithm)
+                norm = clip_norm_([t for t in tensors if self.mode.clips(self.is_expert(t))], max_norm)
+        self._enter("step")
+        return norm
+
+    def train_step(
+        self,
+        loss: Tensor,
+        *,
+        max_norm: float = 0.0,
+        algorithm: ClipAlgorithm = "norm",
+        last: bool = True,
+    ) -> Tensor | None:
+        """Backward, clip, step and zero the gradients: the whole step of a plain PyTorch loop.
+
+        Returns:
+            The norm that the clip measured, 0-dim, or ``None``.
+        """
+        self.clip_value = max_norm if algorithm == "value" and max_norm > 0 else None
+        self.backward(loss, last=last)
+        if not last:
+            return None
+        norm = self.clip_(max_norm, algorithm)
+        optimizer = self._live_optimizer()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backwards run in this context only add to the gradients; the hooks wait for the one after it.
+
+        With ``accumulation="per_microbatch"`` the hooks act in each of them.
+        """
+        self._warn_exact()
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def remove(self) -> None:
+        """Take the hooks off. May be called more than once."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.observers.clear()
+        for tensor in [t for t, owner in _released.items() if owner() is self]:
+            del _released[tensor]
+        optimizer = self._optimizer()
+        if optimizer is not None and self._flag is not None:
+            optimizer.found_inf = None  # type: ignore[attr-defined]
+
+    # Inside.
+
+    def _run(self, run: Callable[[], Any]) -> None:
+        self._inside = True
+        try:
+            run()
+        finally:
+            self._inside = False
+
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            for tensor in group["params"]:
+                if not tensor.requires_grad or not self.mode.steps_in_backward(self.is_expert(tensor)):
+                    continue
+                self._group_index[id(tensor)] = index
+                _released[tensor] = weakref.ref(self)
+                slices = range(tensor.shape[0]) if self.mode.granularity == "expert" else [None]
+                for part in slices:
+                    handle = tensor.register_post_accumulate_grad_hook(partial(self._on_gradient, part))
+                    self._handles.append(handle)
+        # The hook's owner is the optimizer, so a method bound to this object makes no cycle through it.
+        self._handles.append(optimizer.register_step_post_hook(self._on_step))
+
+    def _on_gradient(self, part: int | None, tensor: Tensor) -> None:
+        """The hook. `part` is the expert it updates, or None for the whole tensor. Must return None."""
+        if self._accumulating and self.accumulation == "exact":
+            return
+        grad = tensor.grad
+        if grad is None:
+            return
+        if not part:
+            self._begin(tensor, grad)
+        self._hooks_now += 1
+        last = part is None or part == tensor.shape[0] - 1
+        if not self._skipping:
+            self._update(part, tensor)
+        if last:
+            self._pending.pop(id(tensor), None)
+            tensor.grad = None
+
+    def _begin(self, tensor: Tensor, grad: Tensor) -> None:
+        if self.accumulation == "per_microbatch" and not self._inside:
+            raise RuntimeError(
+                "accumulation='per_microbatch' needs to know where a backward begins: call handle.backward(loss) "
+                "or handle.train_step(loss) instead of loss.backward()."
+            )
+        if id(tensor) in self._fired:
+            raise RuntimeError(self._twice(tensor))
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"backward(create_graph=True) reached {self._name(tensor)}, which is updated inside backward: the "
+                "graph of its gradient would be computed with a weight that has changed. Use torch.autograd.grad "
+                "for the inner gradient, or mode='standard_no_expert_clip'."
+            )
+        self._fired.add(id(tensor))
+        for observer in self.observers:
+            observer.on_gradient(tensor)
+        if self.clip_value is not None and not self._skipping:
+            clip_value_([tensor], self.clip_value)
+
+    def _update(self, part: int | None, tensor: Tensor) -> None:
+        optimizer = self._live_optimizer()
+        group: Group = optimizer.param_groups[self._group_index[id(tensor)]]
+        pending = self._pending.setdefault(id(tensor), {})
+        if not part:
+            pending["attributes"] = self._attributes(tensor)
+        attributes = pending["attributes"]
+        if attributes is None:
+            return
+        if part is None:
+            step_tensor(optimizer, group, tensor, **attributes)
+        else:
+            step_slice(optimizer, group, tensor, part, pending.setdefault("slices", {}), **attributes)
+        # A fused update does not bump the version counter, and a second backward through a graph that saved the
+        # old weight would then silently use the new one.
+        torch.autograd.graph.increment_version(tensor)
+
+    def _attributes(self, tensor: Tensor) -> dict[str, Any] | None:
+        """What the update of this tensor is told, or None if it is to be left out."""
+        flag = self._flag
+        if self.check == "gradient" and self.on_nonfinite == "skip":
+            bad = is_nonfinite(tensor.grad) if tensor.grad is not None else None
+            if bad is not None:
+                self._skipped_tensors = self._skipped_tensors + (int(bad) if flag is None else bad)
+                if flag is None:
+                    return None if bad.item() else {}
+                flag = torch.maximum(flag, bad)
+        return {} if flag is None else {"found_inf": flag}
+
+    def _look_at(self, loss: Tensor) -> None:
+        if self.on_nonfinite == "ignore":
+            return
+        bad = is_nonfinite(loss)
+        if self.on_nonfinite == "raise":
+            if bad.item():
+                raise FloatingPointError(
+                    f"The loss is {loss.item()}; nothing was updated in this step. on_nonfinite='skip' leaves such "
+                    "steps out and counts them."
+                )
+        elif loss.device.type == "cpu" or not _reads_found_inf(self._live_optimizer()):
+            # One look per backward; on a CPU it costs nothing, elsewhere one synchronisation.
+            self._skipping = self._skipping or bool(bad.item())
+        else:
+            flag = bad if self._flag is None else torch.maximum(self._flag, bad)
+            self._flag = flag
+            self._live_optimizer().found_inf = flag  # type: ignore[attr-defined]
+
+    def _prepare_dense(self) -> None:
+        """After the last backward: a skipped step must find no gradient, or the flag that says so."""
+        if self.check == "gradient" and self.on_nonfinite == "skip" and not self._skipping:
+            dense = with_gradients(self._parameters())
+            bad = torch.stack([is_nonfinite(t.grad) for t in dense if t.grad is not None]).amax() if dense else None
+            if bad is not None and self._flag is None and bad.item():
+                self._skipped_tensors = self._skipped_tensors + len(dense)
+                self._drop_gradients()
+            elif bad is not None and self._flag is not None:
+                self._skipped_tensors = self._skipped_tensors + bad * len(dense)
+                self._live_optimizer().found_inf = torch.maximum(self._flag, bad)  # type: ignore[attr-defined]
+        if self._skipping:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for tensor in self._parameters():
+            tensor.grad = None
+
+    def _on_step(self, *_: Any) -> None:
+        """The optimizer has stepped: the step is whole."""
+        if self._flag is not None:
+            self._skipped = self._skipped + self._flag
+            self._live_optimizer().found_inf = None  # type: ignore[attr-defined]
+            self._flag = None
+        elif self._skipping:
+            self._skipped = self._skipped + 1
+        self._skipping = False
+        self._fired.clear()
+        self._hooks_last, self._hooks_now = self._hooks_now, 0
+        self._enter("done")
+
+    def _enter(self, phase: str) -> None:
+        for observer in self.observers:
+            observer.on_phase(phase)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self._live_optimizer().param_groups:
+            yield from group["params"]
+
+    def _live_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                "The optimizer that updates these tensors inside backward is gone, but its hooks are still on them. "
+                "Keep the optimizer alive as long as the model trains, or call handle.remove()."
+            )
+        return optimizer
+
+    def _name(self, tensor: Tensor) -> str:
+        return self._names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
+
+    def _twice(self, tensor: Tensor) -> str:
+        return (
+            f"{self._name(tensor)} got a second gradient before the step that its first one belongs to had ended; it "
+            "was already updated, so this gradient would be applied as a step of its own. If you accumulate over "
+            "several backwards, put all but the last into `with handle.accumulate():` (in a SonarMoEMixin module "
+            "`with self.accumulate():`), or choose accumulation='per_microbatch'. If you do not, call "
+            "optimizer.step() after each backward. If the tensor is used twice under reentrant activation "
+            "checkpointing, use checkpoint(..., use_reentrant=False). If nothing of this fits, "
+            "mode='standard_no_expert_clip' does without hooks."
+        )
+
+    def _warn_exact(self) -> None:
+        if self._warned or self.accumulation != "exact" or self.mode.in_backward == "none":
+            return
+        self._warned = True
+        warnings.warn(
+            "Gradients are accumulated over several backwards, so they stay alive between them and the memory that "
+            f"mode {mode_name(self.mode)!r} saves is lost; the updates are exact. accumulation='per_microbatch' "
+            "updates experts once a microbatch instead, which saves the memory and changes the training.",
+            stacklevel=3,
+        )
+
+
+def release_in_backward(
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor] | Iterable[Tensor],
+    *,
+    mode: str | Mode = "sonar",
+    accumulation: Accumulation = "exact",
+    on_nonfinite: OnNonfinite = "skip",
+    check: Check = "loss",
+    names: Mapping[int, str] | None = None,
+) -> InBackward:
+    """Let the optimizer update ``tensors`` inside backward, each the moment its gradient is complete.
+
+    After backward only the other parameters have gradients: clip them, and call ``optimizer.step()`` as always.
+    `InBackward.train_step` does all of it.
+
+    Args:
+        optimizer: any torch optimizer over all parameters, the tensors included.
+        tensors: the expert tensors, as `find_expert_tensors` returns them, or any tensors; ``[E, ...]`` where the
+            mode has one hook an expert.
+        mode: a name from `MODES`, or a `Mode`.
+        accumulation: ``"exact"``: the hooks act on the last microbatch only, on the summed gradient.
+            ``"per_microbatch"``: they act on every microbatch (the paper's).
+        on_nonfinite: for a loss that is NaN or infinite: ``"skip"`` leaves the step out and counts it, ``"raise"``
+            raises FloatingPointError, ``"ignore"`` does not look.
+        check: ``"loss"``, or ``"gradient"`` to look at each gradient too: a tensor whose gradient is not finite is
+            left out and counted.
+        names: names of further parameters by ``id``, for messages.
+
+    Returns:
+        A handle with ``.remove()``.
+
+    Raises:
+        ValueError: if the optimizer does not hold a tensor, a tensor is released already or is float16, or the mode
+            needs an element-wise optimizer and this one is not known to be.
+
+    Source: arXiv 2611.03577; torch's ``register_post_accumulate_grad_hook``.
+    """
+    mode = resolve_mode(mode)
+    for key, value, choices in (
+        ("accumulation", accumulation, get_args(Accumulation)),
+        ("on_nonfinite", on_nonfinite, get_args(OnNonfinite)),
+        ("check", check, get_args(Check)),
+    ):
+        if value not in choices:
+            raise ValueError(f"{key}={value!r}: expected one of {', '.join(map(repr, choices))}.")
+    experts = dict(tensors.items()) if isinstance(tensors, Mapping) else _named(tensors)
+    all_names = {**(names or {}), **{id(tensor): name for name, tensor in experts.items()}}
+    owned = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    for name, tensor in experts.items():
+        if id(tensor) not in owned:
+            raise ValueError(
+                f"{name} is to be updated inside backward, but the optimizer does not hold it. Give the optimizer "
+                "all parameters of the model, this one included."
+            )
+        if tensor.dtype == torch.float16:
+            raise ValueError(
+                f"{name} is float16. Its gradients need loss scaling, and a step inside backward cannot be undone "
+                "when the scale proves too large. Use bfloat16 (precision='bf16-true' or 'bf16-mixed') or float32."
+            )
+    for tensor in (t for group in optimizer.param_groups for t in group["params"]):
+        if tensor in _released and mode.in_backward != "none":
+            raise ValueError(
+                f"{all_names.get(id(tensor), 'A tensor')} is already updated inside backward by another handle; call "
+                "that handle's remove() first."
+            )
+    if mode.granularity == "expert" and not is_element_wise(optimizer):
+        raise ValueError(
+            f"mode {mode_name(mode)!r} updates each expert's slice on its own, which equals updating the tensor only "
+            f"for element-wise optimizers; {type(optimizer).__name__} is not known to be one. Use mode='sonar', or "
+            "set `element_wise = True` on the optimizer if it is."
+        )
+    handle = InBackward(
+        optimizer,
+        experts,
+        mode=mode,
+        names=all_names,
+        accumulation=accumulation,
+        on_nonfinite=on_nonfinite,
+        check=check,
+    )
+    handle._attach(optimizer)
+    return handle
+
+
+def check_clip(mode: Mode, max_norm: float | None, algorithm: str | None = "norm") -> None:
+    """Refuse a global-norm clip where the mode leaves nothing to clip.
+
+    Raises:
+        ValueError: saying how to go on.
+    """
+    if mode.clip == "none" and max_norm and max_norm > 0 and algorithm != "value":
+        raise ValueError(
+            f"mode {mode_name(mode)!r} frees every gradient inside backward, so there is no global norm to clip by, but "
+            f"gradient_clip_val={max_norm} was given. Set gradient_clip_val=None (trainer.gradient_clip_val=null), "
+            "or choose mode='sonar', which clips the dense parameters."
+        )
+
+
+def _named(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    return {f"tensor {index} {list(tensor.shape)}": tensor for index, tensor in enumerate(tensors)}
+
+
+def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer skips its update by a device flag, so that nobody has to wait for it."""
+    return all(group.get("fused") for group in optimizer.param_groups)

@@ -1,0 +1,97 @@
+"""The LightningModule that the experiments train: a causal language model on instruction data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.text import Perplexity
+
+from lightning_sonar.losses import IGNORED, response_cross_entropy, shift
+from lightning_sonar.mixin import SonarMoEMixin
+from lightning_sonar.router_load import watch_router_load
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+Batch = Mapping[str, Tensor]
+
+
+class LanguageModel(SonarMoEMixin, L.LightningModule):
+    """Trains a Hugging Face causal language model with manual optimization and in-backward updates.
+
+    A batch holds int64 ``input_ids``, ``attention_mask`` and ``labels``, each ``[B, T]``; labels are aligned with the
+    inputs and -100 where a token does not count.
+
+    Args:
+        model: a causal language model whose output has ``.logits`` ``[B, T, V]``.
+        optimizer: makes the optimizer from the parameters.
+        scheduler: makes a learning-rate scheduler, stepped once a step; ``None`` for a constant rate.
+        router_aux_loss: weight of the router's load-balancing loss; 0 leaves it out, as transformers does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        router_aux_loss: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer_factory = optimizer
+        self.scheduler_factory = scheduler
+        self.router_aux_loss = router_aux_loss
+        self.heldout_loss = MeanMetric()
+        self.heldout_perplexity = Perplexity(ignore_index=IGNORED)
+
+    def forward(self, batch: Batch, **kwargs: Any) -> Any:
+        # The cache would keep every layer's keys and values alive until the step ends.
+        return self.model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False, **kwargs
+        )
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy over the response tokens, and the router's auxiliary loss if asked for; 0-dim."""
+        if not self.router_aux_loss:
+            return response_cross_entropy(self(batch).logits, batch["labels"])[0]
+        output = self(batch, output_router_logits=True)
+        return response_cross_entropy(output.logits, batch["labels"])[0] + self.router_aux_loss * output.aux_loss
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logs = (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        with watch_router_load(self.model) if logs else nullcontext() as load:
+            loss = self.loss(batch)
+        if load is not None:
+            self.log_dict({f"router/{name}": value for name, value in load.summary().items()})
+        return self.finish_step(loss)
+
+    def finish_step(self, loss: Tensor) -> Tensor:
+        """Backward, clip, step; then log. Returns the detached loss."""
+        loss = self.sonar_step(loss)
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        norm = self.trainer.strategy.last_norm  # type: ignore[attr-defined]
+        if norm is not None:
+            self.log("grad_norm", norm.float())
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        logits, labels = self(batch).logits, batch["labels"]
+        loss, tokens = response_cross_entropy(logits, labels)
+        self.heldout_loss.update(loss, weight=tokens)
+        predicted, wanted = shift(logits, labels)
+        self.heldout_perplexity.update(predicted.float(), wanted)
+        self.log("heldout_loss", self.heldout_loss, on_epoch=True, prog_bar=True)
+        self.log("heldout_perplexity", self.heldout_perplexity, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer_factory(parameter for parameter in self.parameters() if parameter.requires_grad)
+        if self.scheduler_factory is None:
+            return optimizer
+        scheduler = {"scheduler": self.scheduler_factory(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}

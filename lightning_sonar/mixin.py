@@ -1,0 +1,93 @@
+"""A LightningModule mixin: the whole manual-optimization step in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_sonar.in_backward import InBackward
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule as _Base
+else:
+    _Base = object
+
+
+class SonarMoEMixin(_Base):
+    """Manual optimization with in-backward updates, for a LightningModule trained by a SonarMoE strategy.
+
+    Put it before ``LightningModule`` among the bases, and return ``self.sonar_step(loss)`` from
+    ``training_step``::
+
+        class MyMoE(SonarMoEMixin, L.LightningModule):
+            def training_step(self, batch, batch_idx):
+                return self.sonar_step(self.loss(batch))
+
+    Expert tensors are updated inside ``manual_backward``; dense ones are clipped by the Trainer's
+    ``gradient_clip_val`` and stepped after it. Calling ``manual_backward``, ``clip_gradients`` and ``opt.step()`` by
+    hand does the same.
+    """
+
+    automatic_optimization = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    @property
+    def in_backward(self) -> InBackward:
+        """The handle of the training under way.
+
+        Raises:
+            RuntimeError: outside fit, or if the Trainer's strategy is not a SonarMoE strategy.
+        """
+        strategy = self.trainer.strategy
+        handle = getattr(strategy, "in_backward", None)
+        if handle is None:
+            raise RuntimeError(
+                f"{type(self).__name__} is a SonarMoEMixin module, but the Trainer's strategy is "
+                f"{type(strategy).__name__}, which updates nothing inside backward. Pass "
+                "Trainer(strategy=SonarMoEStrategy()), with mode='standard' if you want ordinary training."
+            )
+        return handle
+
+    def sonar_step(self, loss: Tensor) -> Tensor:
+        """Backward with in-backward updates, dense clip, optimizer step, zeroed gradients, scheduler step.
+
+        Args:
+            loss: 0-dim, with its graph.
+
+        Returns:
+            The loss, detached, to be returned from ``training_step``.
+        """
+        handle = self.in_backward
+        self.manual_backward(loss)
+        optimizer = self.optimizers()
+        if isinstance(optimizer, list):
+            raise RuntimeError(f"sonar_step drives one optimizer; configure_optimizers returned {len(optimizer)}.")
+        if not handle.accumulating:
+            optimizer.step()
+            self._step_schedulers()
+        return loss.detach()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """``sonar_step`` in this context only adds to the gradients; the next one outside it steps on the sum."""
+        with self.in_backward.accumulate():
+            yield
+
+    def _step_schedulers(self) -> None:
+        """Step the schedulers as automatic optimization would: by their interval and frequency, each step."""
+        for config in self.trainer.strategy.lr_scheduler_configs:
+            if config.interval == "step" and self.trainer.global_step % config.frequency == 0:
+                self.lr_scheduler_step(config.scheduler, None)
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        for config in self.trainer.strategy.lr_scheduler_configs:
+            if config.interval == "epoch" and (self.trainer.current_epoch + 1) % config.frequency == 0:
+                metric = self.trainer.callback_metrics.get(config.monitor) if config.monitor else None
+                self.lr_scheduler_step(config.scheduler, metric)

@@ -1,0 +1,116 @@
+"""The fused AdamW update in plain torch: what `kernels.py` computes, one readable line per operation.
+
+Every operation is a single IEEE-754 fp32 multiply, add, divide or square root in the kernel's order, so the
+kernel (on a GPU or in Triton's interpreter) and this file agree bit for bit. It is also the path for devices
+with neither Triton nor a fused kernel in torch, and for tensors whose strides a fused kernel cannot walk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["adamw_reference_", "bias_correction"]
+
+# expm1's Taylor coefficients from y**8 down to y**2. At |y| <= 1/2 the first one left out is below 2**-27.
+_TAYLOR = (1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2)
+
+# exp(-32) is far below half an ulp of 1, so from here on the correction is 1 in fp32.
+_LOWEST_EXPONENT = -32.0
+
+
+def log_beta(beta: float) -> float:
+    """Natural logarithm of `beta`, finite for 0 as well (small enough that the correction is exactly 1)."""
+    return math.log(max(beta, 1e-30))
+
+
+def bias_correction(step: Tensor, beta: float) -> Tensor:
+    """`1 - beta**step` to within a few fp32 ulps, for any step from 1 on.
+
+    `1 - exp2(step * log2(beta))` in fp32 cancels: at step 1 with beta 0.999 it is wrong by 6e-5. Here expm1
+    is evaluated directly, at a 64th of the exponent, and doubled six times by `expm1(2y) = m * (m + 2)`.
+
+    Args:
+        step: fp32, any shape; the update's number, counted from 1.
+        beta: decay rate in [0, 1).
+
+    Returns:
+        fp32, the shape of `step`.
+    """
+    exponent = (step * log_beta(beta)).clamp(min=_LOWEST_EXPONENT)
+    y = exponent * (1 / 64)
+    series = torch.full_like(y, _TAYLOR[0])
+    for coefficient in _TAYLOR[1:]:
+        series = series * y + coefficient
+    m = y + (y * y) * series
+    for _ in range(6):
+        m = m * (m + 2.0)
+    return -m
+
+
+def _scalar(value: float | Tensor) -> Tensor:
+    """`value` as an fp32 scalar tensor; a Python number stays on the CPU: torch treats that as a number."""
+    return value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+
+
+@torch.no_grad()
+def adamw_reference_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One AdamW update in place: fp32 arithmetic, one rounding (to nearest even) back to each tensor's dtype.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101), in the order of
+    torch's CUDA kernel behind `torch.optim.AdamW(fused=True)`.
+
+    Args:
+        param: any shape, bf16 or fp32; updated in place.
+        grad: the shape of `param`, bf16 or fp32; read only.
+        exp_avg: first moment, the shape of `param`, bf16 or fp32; updated in place.
+        exp_avg_sq: second moment, likewise.
+        step: fp32 scalar, the number of updates made so far; advanced by one.
+        lr: learning rate, a number or a scalar tensor.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        maximize: ascend instead of descend.
+        grad_scale: scalar; the gradient is multiplied by it and rounded to its own dtype before the update,
+            as clipping would do.
+        found_inf: scalar; where it is not zero nothing is written and `step` does not advance.
+    """
+    go = None if found_inf is None else (found_inf.to(param.device) == 0).reshape(())
+    rate = _scalar(lr)
+    next_step = step + 1.0
+    step_size = rate / bias_correction(next_step, beta1)
+    bias2_sqrt = bias_correction(next_step, beta2).sqrt()
+
+    g = grad.float()
+    if grad_scale is not None:
+        g = (g * grad_scale.float().reshape(())).to(grad.dtype).float()
+    if maximize:
+        g = -g
+    p = param.float()
+    p = p - (rate * _scalar(weight_decay)) * p
+    m = exp_avg.float() * beta1 + g * (1.0 - beta1)
+    v = exp_avg_sq.float() * beta2 + (g * g) * (1.0 - beta2)
+    p = p - (step_size * m) / (v.sqrt() / bias2_sqrt + eps)
+
+    for target, value in ((param, p), (exp_avg, m), (exp_avg_sq, v)):
+        rounded = value.to(target.dtype)
+        target.copy_(rounded if go is None else torch.where(go, rounded, target))
+    step.add_(1.0 if go is None else go)

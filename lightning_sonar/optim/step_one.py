@@ -1,0 +1,129 @@
+"""Step one tensor, or one expert's slice of it, of any ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+Group = dict[str, Any]
+
+# Element-wise: the update of an element reads that element's parameter, gradient and state, and scalars.
+ELEMENT_WISE = frozenset(
+    {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "FusedAdamW"}
+)
+
+
+def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether stepping the slices of a tensor one by one equals stepping the tensor at once.
+
+    True for the optimizers that are known to be, and for any that says so with ``element_wise = True``.
+    """
+    declared = getattr(optimizer, "element_wise", None)
+    if declared is not None:
+        return bool(declared)
+    kind = type(optimizer)
+    ours = kind.__module__.startswith(("torch.optim", "lightning_sonar."))
+    return ours and kind.__name__ in ELEMENT_WISE
+
+
+def step_tensor(optimizer: torch.optim.Optimizer, group: Group, tensor: Tensor, **attributes: Any) -> None:
+    """Run the optimizer's own ``step`` on one parameter that has a gradient.
+
+    Everything is read from the live optimizer at each call: a scheduler changes ``group`` in place and
+    ``load_state_dict`` replaces ``optimizer.state``, so nothing may be remembered between calls.
+
+    Args:
+        optimizer: the optimizer that owns ``tensor``.
+        group: the live parameter group that holds ``tensor``; its hyperparameters are used.
+        tensor: the parameter to update in place, any shape, with ``.grad`` set.
+        attributes: set on the stepping copy only (``found_inf``, ``gradient_scale``).
+    """
+    clone = _narrowed(optimizer, group, tensor, attributes)
+    clone.state = optimizer.state
+    clone.step()
+
+
+def step_slice(
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    tensor: Tensor,
+    index: int,
+    pending: dict[str, Any],
+    **attributes: Any,
+) -> None:
+    """Update slice ``index`` of a parameter ``[E, ...]`` as part of one step of the whole tensor.
+
+    State tensors shaped like the parameter are sliced; all others (the step count) are shared: each slice starts
+    from their value before the step, and the last slice's result is kept. Call it for 0 to E-1, in any order.
+
+    Args:
+        optimizer: an element-wise optimizer that owns ``tensor``.
+        group: the live parameter group that holds ``tensor``.
+        tensor: the parameter ``[E, ...]`` with ``.grad`` set.
+        index: which slice.
+        pending: a dict that is empty at the first slice of a step; this function keeps its books in it.
+        attributes: set on the stepping copy only.
+    """
+    num_slices = tensor.shape[0]
+    part = tensor.detach()[index]
+    grad = cast(Tensor, tensor.grad)
+    part.grad = grad[index]
+    live = optimizer.state.get(tensor) or {}
+    whole: dict[str, Any] = pending.setdefault("whole", dict(live))
+    clone = _narrowed(optimizer, group, part, attributes)
+    clone.state = defaultdict(dict)
+    if live:
+        clone.state[part] = {
+            key: value[index] if _is_batched(value, tensor) else _copy(value) for key, value in live.items()
+        }
+    clone.step()
+    for key, value in clone.state[part].items():
+        if isinstance(value, Tensor) and value.shape == part.shape and part.ndim > 0:
+            if key not in whole:
+                whole[key] = value.new_empty(tensor.shape)
+            if not _shares_storage(whole[key], value):
+                whole[key][index].copy_(value)
+        else:
+            pending.setdefault("shared", {})[key] = value
+    pending["done"] = pending.get("done", 0) + 1
+    if pending["done"] == num_slices:
+        _keep(optimizer, tensor, whole, pending.get("shared", {}))
+        pending.clear()
+
+
+def _narrowed(optimizer: torch.optim.Optimizer, group: Group, tensor: Tensor, attributes: dict[str, Any]) -> Any:
+    """A shallow copy of ``optimizer`` whose only parameter is ``tensor``."""
+    clone = object.__new__(type(optimizer))
+    # A scheduler patches `step` on the instance and users hang hooks on it: both speak of whole steps.
+    clone.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    clone._optimizer_step_pre_hooks = OrderedDict()
+    clone._optimizer_step_post_hooks = OrderedDict()
+    clone.param_groups = [{**group, "params": [tensor]}]
+    clone.__dict__.update(attributes)
+    return clone
+
+
+def _is_batched(value: Any, tensor: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == tensor.shape
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _shares_storage(whole: Tensor, part: Tensor) -> bool:
+    return whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+
+
+def _keep(optimizer: torch.optim.Optimizer, tensor: Tensor, whole: dict[str, Any], shared: dict[str, Any]) -> None:
+    state = optimizer.state[tensor]
+    for key, value in whole.items():
+        state.setdefault(key, value)
+    for key, value in shared.items():
+        if isinstance(state.get(key), Tensor) and isinstance(value, Tensor):
+            state[key].copy_(value)
+        else:
+            state[key] = value

@@ -1,0 +1,37 @@
+"""A progress bar that counts steps and shows the peak memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+
+
+class StepProgressBar(RichProgressBar):
+    """Rich's bar over the Trainer's ``max_steps``, with the loss and the peak memory in GB (1e9 bytes).
+
+    On a CPU the peak comes from a `MemoryProfiler` among the callbacks, once it has measured; on CUDA from the
+    caching allocator.
+    """
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        if self.trainer.max_steps and self.trainer.max_steps > 0:
+            return f"Training, {self.trainer.max_steps} steps"
+        return super()._get_train_description(current_epoch)
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        metrics = dict(super().get_metrics(trainer, pl_module))
+        metrics.pop("v_num", None)
+        peak = _peak_bytes(trainer)
+        if peak:
+            metrics["peak_gb"] = f"{peak / 1e9:.2f}"
+        return metrics
+
+
+def _peak_bytes(trainer: Trainer) -> int | None:
+    if trainer.strategy.root_device.type == "cuda":
+        return torch.cuda.max_memory_allocated(trainer.strategy.root_device)
+    peaks = (getattr(callback, "current_peak_bytes", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return next((peak for peak in peaks if peak), None)

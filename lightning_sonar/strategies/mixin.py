@@ -1,0 +1,194 @@
+"""What every SonarMoE strategy does, whatever it runs on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_sonar.clipping import ClipAlgorithm
+from lightning_sonar.experts import ExpertTensors, find_expert_tensors
+from lightning_sonar.in_backward import (
+    Accumulation,
+    Check,
+    InBackward,
+    OnNonfinite,
+    check_clip,
+    release_in_backward,
+)
+from lightning_sonar.modes import ExpertClip, Mode, resolve_mode
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy as _Base
+else:
+    _Base = object
+
+
+class SonarMoEStrategyMixin(_Base):
+    """In-backward updates for a Lightning strategy, in automatic and in manual optimization.
+
+    The hooks go on in ``setup_optimizers`` and come off in ``teardown``. Between them the Trainer's own clip is
+    replaced by one that knows the mode's scope, because ``standard_no_expert_clip`` clips only some of the gradients
+    that are there, and because Lightning refuses to clip for fused optimizers under bf16-mixed.
+
+    Args:
+        mode: a name from `MODES`, or a `Mode`.
+        experts: ``"auto"``, or regular expressions over parameter names; see `find_expert_tensors`.
+        expert_clip: how expert gradients are clipped inside backward; ``"none"`` is the paper's.
+        accumulation: see `release_in_backward`.
+        on_nonfinite: see `release_in_backward`.
+        check: see `release_in_backward`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        mode: str | Mode = "sonar",
+        experts: str | Sequence[str] = "auto",
+        expert_clip: ExpertClip = "none",
+        accumulation: Accumulation = "exact",
+        on_nonfinite: OnNonfinite = "skip",
+        check: Check = "loss",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if expert_clip not in get_args(ExpertClip):
+            raise ValueError(f"expert_clip={expert_clip!r}: expected one of {', '.join(get_args(ExpertClip))}.")
+        self.mode = resolve_mode(mode)
+        self.experts = experts
+        self.accumulation: Accumulation = accumulation
+        self.on_nonfinite: OnNonfinite = on_nonfinite
+        self.check: Check = check
+        self.in_backward: InBackward | None = None
+        self.last_norm: Tensor | None = None
+        self._trainer: Trainer | None = None
+        self._taken_clip: float | None = None
+        self._clipped = False
+
+    # Lightning calls these, in this order.
+
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        trainer = model.trainer
+        if not model.automatic_optimization and trainer.training and trainer.gradient_clip_val:
+            # Lightning refuses a clip value with manual optimization, because nobody would apply it. We do.
+            self._trainer = trainer
+            self._taken_clip = float(trainer.gradient_clip_val)
+            trainer.gradient_clip_val = None
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._refuse(trainer)
+        model = self.lightning_module
+        assert model is not None
+        handle = release_in_backward(
+            self.optimizers[0],
+            self._find_experts(model),
+            mode=self.mode,
+            accumulation=self.accumulation,
+            on_nonfinite=self.on_nonfinite,
+            check=self.check,
+            names={id(parameter): name for name, parameter in model.named_parameters()},
+        )
+        if self._algorithm(trainer) == "value":
+            handle.clip_value = self._clip_val(trainer)
+        self.in_backward = handle
+        self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        handle = self.in_backward
+        if handle is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._clipped = False
+        results: list[Tensor] = []
+        model = self.lightning_module
+        assert model is not None
+        last = not (model.automatic_optimization and model.trainer.fit_loop._should_accumulate())
+        parent = super().backward
+        handle.backward(
+            closure_loss.detach(),
+            lambda: results.append(parent(closure_loss, optimizer, *args, **kwargs)),
+            last=last,
+        )
+        return results[0]
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        handle = self.in_backward
+        module = self.lightning_module
+        if handle is not None and module is not None and not module.automatic_optimization and not self._clipped:
+            self._clip_gradients(optimizer)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if handle is not None:
+            # Lightning would keep the gradients until after the next forward: memory at the worst moment.
+            optimizer.zero_grad(set_to_none=True)
+        return output
+
+    def teardown(self) -> None:
+        handle, self.in_backward = self.in_backward, None
+        if handle is not None:
+            if handle.skipped_steps or handle.skipped_tensors:
+                warnings.warn(
+                    f"{handle.skipped_steps} training steps updated nothing because their loss was not finite, and "
+                    f"{handle.skipped_tensors} updates of single tensors were left out.",
+                    stacklevel=2,
+                )
+            handle.remove()
+            vars(self.precision_plugin).pop("clip_gradients", None)
+        if self._trainer is not None:
+            self._trainer.gradient_clip_val = self._taken_clip
+            self._trainer, self._taken_clip = None, None
+        self.last_norm = None
+        super().teardown()
+
+    # Inside.
+
+    def _find_experts(self, model: LightningModule) -> ExpertTensors:
+        return find_expert_tensors(model, self.experts)
+
+    def _clip_gradients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: Any = "norm",
+    ) -> None:
+        """Takes the place of the precision plugin's method of this name."""
+        handle = self.in_backward
+        assert handle is not None
+        self._clipped = True
+        if self._taken_clip is not None and not clip_val:
+            clip_val = self._taken_clip
+            gradient_clip_algorithm = self._algorithm(self._trainer)
+        algorithm: ClipAlgorithm = "value" if "value" in str(gradient_clip_algorithm).lower() else "norm"
+        self.last_norm = handle.clip_(float(clip_val or 0.0), algorithm)
+
+    def _clip_val(self, trainer: Trainer) -> float | None:
+        return self._taken_clip if self._taken_clip is not None else trainer.gradient_clip_val
+
+    def _algorithm(self, trainer: Trainer | None) -> str:
+        algorithm = None if trainer is None else trainer.gradient_clip_algorithm
+        return "norm" if algorithm is None else str(getattr(algorithm, "value", algorithm))
+
+    def _refuse(self, trainer: Trainer) -> None:
+        """What cannot work is refused before anything is trained."""
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"{type(self).__name__} drives one optimizer over all parameters; configure_optimizers returned "
+                f"{len(self.optimizers)}. Put their parameters into groups of one optimizer."
+            )
+        precision = str(getattr(self.precision_plugin, "precision", "32"))
+        if precision.startswith("16") or getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"precision={precision!r}: float16 gradients need loss scaling, and a step inside backward cannot be "
+                "undone when the scale proves too large. Use precision='bf16-true', 'bf16-mixed' or 32."
+            )
+        check_clip(self.mode, self._clip_val(trainer), self._algorithm(trainer))

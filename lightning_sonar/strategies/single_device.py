@@ -1,0 +1,39 @@
+"""One device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_sonar.strategies.mixin import SonarMoEStrategyMixin
+
+
+class SonarMoEStrategy(SonarMoEStrategyMixin, SingleDeviceStrategy):
+    """Updates expert tensors inside backward, on one device::
+
+        trainer = L.Trainer(strategy=SonarMoEStrategy(), gradient_clip_val=1.0, precision="bf16-true")
+        trainer.fit(any_lightning_module_unchanged, data)
+
+    The device is the Trainer's (``accelerator``, ``devices``) unless ``device`` is given. The arguments are those of
+    `SonarMoEStrategyMixin`: ``mode``, ``experts``, ``expert_clip``, ``accumulation``, ``on_nonfinite``, ``check``.
+    """
+
+    strategy_name = "sonar_moe"
+
+    def __init__(self, device: str | torch.device | None = None, **kwargs: Any) -> None:
+        super().__init__(device="cpu" if device is None else device, **kwargs)
+        # Its presence makes the Trainer's connector fill in the device it has chosen.
+        self.parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices
+        if not devices:
+            return self._root_device
+        if len(devices) > 1:
+            raise ValueError(
+                f"SonarMoEStrategy runs on one device, but the Trainer was given {len(devices)}. Set devices=1."
+            )
+        return devices[0]
