@@ -31,7 +31,8 @@ def clip_norm_(tensors: Sequence[Tensor], max_norm: float) -> Tensor:
 
 def clip_value_(tensors: Sequence[Tensor], max_value: float) -> None:
     """Clip each element to ``[-max_value, max_value]``, as ``torch.nn.utils.clip_grad_value_`` does."""
-    torch.nn.utils.clip_grad_value_(tensors, max_value)
+    if tensors:  # torch's own function fails on nothing
+        torch.nn.utils.clip_grad_value_(tensors, max_value)
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor | None:

@@ -267,6 +267,20 @@ def test_an_exception_inside_ends_the_tracking():
     assert tracker.ledger.live_bytes == 0
 
 
+def test_compiled_code_stays_compiled():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append("compiled")
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    with StorageTracker() as tracker:
+        double(torch.ones(10))
+    assert calls == ["compiled"]
+    assert tracker.ledger.peak_bytes == 80
+
+
 def test_pauses_take_no_time_and_hide_births():
     tracker = StorageTracker()
     for _ in range(2):

@@ -77,7 +77,7 @@ def draw_memory(report: MemoryReport | Mapping[str, Any], path: str | Path, titl
     axes.set_xlabel("time within the watched step (ms; the measurement itself slows it down)")
     axes.set_ylabel(f"live memory ({unit}, 1 {unit} = {scale:,.0f} bytes)")
     axes.set_title(
-        title or f"Live memory over one training step ({data['device']}, {data['source']})", pad=24
+        title or f"Live memory over one training step ({data['device']}, {data['source']})", pad=22
     )
     handles, labels = axes.get_legend_handles_labels()
     # Listed as they lie on top of each other.
@@ -96,22 +96,24 @@ def _draw_phases(axes: Any, phases: list[dict[str, Any]], end: float) -> None:
             axes.axvspan(start, stop, color="black", alpha=0.06, linewidth=0, zorder=0)
         if index:
             axes.axvline(start, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
+        # A letter is about seven thousandths of the axes wide. A name that would touch the one before it
+        # moves right; one that would end up far from its phase is left out, as is a rest too thin to see.
+        half = 0.0035 * len(phase["phase"]) + 0.008
         middle = (start + stop) / 2 / (end or 1)
-        # Names are about seven thousandths of the width a letter; a crowded one moves up a line.
-        half = 0.007 * len(phase["phase"]) + 0.006
-        crowded = middle - half < free_from
+        place = max(middle, free_from + half)
+        if place - middle > 0.05 or (phase["phase"] == "done" and stop - start < 0.03 * end):
+            continue
         axes.annotate(
             phase["phase"],
-            xy=(middle, 1.0),
+            xy=(place, 1.0),
             xycoords="axes fraction",
-            xytext=(0, 13 if crowded else 3),
+            xytext=(0, 3),
             textcoords="offset points",
             ha="center",
             va="bottom",
             fontsize=9,
         )
-        if not crowded:
-            free_from = middle + half
+        free_from = place + half
 
 
 def _draw_peak(

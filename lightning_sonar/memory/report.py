@@ -22,6 +22,9 @@ UNTRACKED = "untracked"
 
 LABELS = (PARAMETERS, OPTIMIZER_STATE, EXPERT_GRADIENTS, DENSE_GRADIENTS, ACTIVATIONS)
 
+TRACKER = "storage tracker"
+CUDA_ALLOCATOR = "cuda caching allocator"
+
 MAX_POINTS = 2_000
 
 
@@ -128,7 +131,7 @@ def report_of(
         hooks_per_step=hooks,
         timeline=_timeline(ledger, event),
         device=device,
-        source="cuda caching allocator" if allocator_peaks else "storage tracker",
+        source=CUDA_ALLOCATOR if allocator_peaks else TRACKER,
         profiled_step=step,
         notes=list(notes or ()),
     )

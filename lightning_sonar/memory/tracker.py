@@ -29,12 +29,12 @@ class StorageTracker(TorchDispatchMode):
     many tensors view it. An address that is used again belongs to a new storage, because the old one's death
     has been written down by then. Deaths are seen while the tracker is stopped, too, and in any thread.
 
-    What it cannot see: memory that a kernel takes and gives back inside one operation, tensors made without an
-    operator (a random generator's state: 5,056 bytes for each checkpointed region on a CPU), and storages that
-    existed before and were not given to `track`. With any dispatch mode on, the autograd engine adds up
+    What it cannot see: memory that a kernel takes and gives back inside one operation, tensors made without
+    an operator (a random generator's state: 5,056 bytes for each checkpointed region on a CPU), and storages
+    that existed before and were not given to `track`. With any dispatch mode on, the autograd engine adds up
     gradients of a tensor used several times out of place where it would add in place otherwise, so for a
-    moment such a sum holds one more copy than without the tracker. Regions under ``torch.compile`` run
-    uncompiled while it is on.
+    moment such a sum holds one more copy than without the tracker. Regions under ``torch.compile`` run as
+    compiled as ever, but what their generated code allocates is not seen.
 
     Args:
         rounding: sizes are rounded up to a multiple of this many bytes: 1 (exact, as on a CPU), or 512 as
@@ -52,7 +52,7 @@ class StorageTracker(TorchDispatchMode):
         tracker.ledger.peak_bytes, tracker.ledger.peak_phase
     """
 
-    # Without this, operators such as flex_attention raise under any dispatch mode.
+    # Without this, every higher-order operator (torch.cond, for instance) raises under the mode.
     supports_higher_order_operators = True
 
     def __init__(self, rounding: int = 1, device: torch.device | str | None = None) -> None:
@@ -68,6 +68,11 @@ class StorageTracker(TorchDispatchMode):
         # Keyed by the storage's address. The weak reference beside the record tells whether the storage
         # at that address is still the one meant, and its callback writes down the death.
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Record]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run compiled: otherwise it falls back to eager, or (flex_attention) raises."""
+        return True
 
     # -- on and off --------------------------------------------------------------------------------------
 

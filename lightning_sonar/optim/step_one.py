@@ -12,7 +12,10 @@ Group = dict[str, Any]
 
 # Element-wise: the update of an element reads that element's parameter, gradient and state, and scalars.
 ELEMENT_WISE = frozenset(
-    {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "FusedAdamW"}
+    [
+        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "FusedAdamW", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD"),
+    ]
 )
 
 
@@ -56,6 +59,7 @@ def step_slice(
 ) -> None:
     """Update slice ``index`` of a parameter ``[E, ...]`` as part of one step of the whole tensor.
 
+    Where slices would not round as the whole tensor does (see `_has_odd_tail`), the last call steps the whole.
     State tensors shaped like the parameter are sliced; all others (the step count) are shared: each slice starts
     from their value before the step, and the last slice's result is kept. Call it for 0 to E-1, in any order.
 
@@ -67,7 +71,13 @@ def step_slice(
         pending: a dict that is empty at the first slice of a step; this function keeps its books in it.
         attributes: set on the stepping copy only.
     """
-    num_slices = tensor.shape[0]
+    pending["done"] = pending.get("done", 0) + 1
+    last = pending["done"] == tensor.shape[0]
+    if _has_odd_tail(group, tensor):
+        if last:
+            step_tensor(optimizer, group, tensor, **attributes)
+            pending.clear()
+        return
     part = tensor.detach()[index]
     grad = cast(Tensor, tensor.grad)
     part.grad = grad[index]
@@ -88,9 +98,9 @@ def step_slice(
                 whole[key][index].copy_(value)
         else:
             pending.setdefault("shared", {})[key] = value
-    pending["done"] = pending.get("done", 0) + 1
-    if pending["done"] == num_slices:
-        _keep(optimizer, tensor, whole, pending.get("shared", {}))
+    if last:
+        shared = pending.get("shared", {})
+        _keep(optimizer, tensor, {key: {**whole, **shared}[key] for key in clone.state[part]})
         pending.clear()
 
 
@@ -106,6 +116,15 @@ def _narrowed(optimizer: torch.optim.Optimizer, group: Group, tensor: Tensor, at
     return clone
 
 
+def _has_odd_tail(group: Group, tensor: Tensor) -> bool:
+    """Whether the CPU's fused kernel would round slices of this tensor differently from the tensor.
+
+    Its vector body and the scalar tail of a run do not round alike, and a slice has a tail of its own unless it is
+    a whole number of vectors (32 bfloat16 or 16 float32 elements with AVX-512).
+    """
+    return tensor.device.type == "cpu" and bool(group.get("fused")) and tensor[0].numel() % 32 != 0
+
+
 def _is_batched(value: Any, tensor: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
@@ -118,12 +137,12 @@ def _shares_storage(whole: Tensor, part: Tensor) -> bool:
     return whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
 
 
-def _keep(optimizer: torch.optim.Optimizer, tensor: Tensor, whole: dict[str, Any], shared: dict[str, Any]) -> None:
+def _keep(optimizer: torch.optim.Optimizer, tensor: Tensor, after: dict[str, Any]) -> None:
+    """Make `after` the live state, in place where there is one: others may hold its tensors."""
     state = optimizer.state[tensor]
-    for key, value in whole.items():
-        state.setdefault(key, value)
-    for key, value in shared.items():
+    for key, value in after.items():
         if isinstance(state.get(key), Tensor) and isinstance(value, Tensor):
-            state[key].copy_(value)
+            if state[key] is not value:
+                state[key].copy_(value)
         else:
             state[key] = value

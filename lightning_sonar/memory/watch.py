@@ -1,0 +1,115 @@
+"""One optimizer step under watch: the tracker, the labels, and on CUDA the allocator's own peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from .report import (
+    DENSE_GRADIENTS,
+    EXPERT_GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    MemoryReport,
+    report_of,
+)
+from .tracker import StorageTracker
+
+
+class Watch:
+    """One optimizer step under the tracker, over one or several batches.
+
+    Args:
+        trainer: the trainer of the fit; its optimizers' state is labelled.
+        module: the module whose parameters and gradients are labelled.
+        experts: ``id`` of each expert tensor.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, experts: set[int]) -> None:
+        self._module = module
+        self._optimizers = trainer.optimizers
+        self._experts = experts
+        self._device = trainer.strategy.root_device
+        self._cuda = self._device.type == "cuda"
+        self._peaks: dict[str, int] = {}
+        self._phase = ""
+        self.saw_backward = False
+        self.tracker = StorageTracker(rounding=512 if self._cuda else 1, device=self._device)
+
+    def begin(self, batch: Any) -> None:
+        """A batch begins, and with it the forward phase."""
+        self.tracker.track(self._module.parameters(), PARAMETERS)
+        self.label_gradients()
+        self._label_state()
+        self.tracker.track(_tensors_in(batch))
+        self.tracker.start()
+        self.mark("forward")
+
+    def mark(self, phase: str) -> None:
+        """A phase begins; naming the present one changes nothing."""
+        if phase == self._phase:
+            return
+        self._read_allocator()
+        self._phase = phase
+        self.saw_backward |= phase == "backward"
+        self.tracker.mark(phase)
+
+    def end(self) -> None:
+        """A batch ended; what happens until the next one is not part of the step."""
+        self.label_gradients()
+        self._label_state()
+        self.mark("done")
+        self._read_allocator()
+        self.tracker.stop()
+
+    def label_gradients(self) -> None:
+        """Label every gradient that is alive."""
+        for parameter in self._module.parameters():
+            self.label_gradient(parameter)
+
+    def label_gradient(self, tensor: Tensor) -> None:
+        """Label the gradient of one tensor, if it has one."""
+        if tensor.grad is not None:
+            label = EXPERT_GRADIENTS if id(tensor) in self._experts else DENSE_GRADIENTS
+            self.tracker.label(tensor.grad, label)
+
+    def report(self, hooks: int, step: int) -> MemoryReport:
+        """The figures of this step."""
+        return report_of(
+            self.tracker.ledger,
+            device=str(self._device),
+            hooks=hooks,
+            allocator_peaks=self._peaks if self._cuda else None,
+            step=step,
+        )
+
+    def close(self) -> None:
+        """Switch the tracker off for good."""
+        self.tracker.close()
+
+    def _label_state(self) -> None:
+        for optimizer in self._optimizers:
+            self.tracker.track(_tensors_in(list(optimizer.state.values())), OPTIMIZER_STATE)
+
+    def _read_allocator(self) -> None:
+        if self._cuda:
+            if self._phase:
+                peak = torch.cuda.max_memory_allocated(self._device)
+                self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), peak)
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a batch or an optimizer state: nested mappings, lists, tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)

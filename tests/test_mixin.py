@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import warnings
+
+import lightning as L
+import pytest
+import torch
+from helpers import batches, differing, fit, fused, loader, make_trainer, small_model, snapshot
+
+from lightning_sonar import SonarMoEMixin, SonarMoEStrategy
+from lightning_sonar.language_model import LanguageModel
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+
+class ByHand(LanguageModel):
+    """Manual optimization written out, as Lightning's documentation shows it."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+def run(module, clip, steps=6, strategy=None):
+    trainer = make_trainer(strategy or SonarMoEStrategy(), steps, clip=clip)
+    trainer.fit(module, loader(batches(steps)))
+    return snapshot(trainer, module)
+
+
+def test_writing_the_step_by_hand_equals_sonar_step_bitwise():
+    by_hand = run(ByHand(small_model(), fused()), None)
+    assert differing(run(LanguageModel(small_model(), fused()), 0.5), by_hand) == []
+
+
+def test_clipping_by_hand_without_a_value_takes_the_trainers_and_happens_once():
+    class Plain(ByHand):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.clip_gradients(self.optimizers())
+            self.optimizers().step()
+
+    assert differing(run(Plain(small_model(), fused()), 0.5), run(ByHand(small_model(), fused()), None)) == []
+
+
+def test_manual_and_automatic_optimization_agree_bitwise():
+    manual = snapshot(*fit(small_model(), "sonar", automatic=False))
+    automatic = snapshot(*fit(small_model(), "sonar", automatic=True))
+    assert differing(manual, automatic) == []
+
+
+def test_accumulate_equals_one_step_on_the_sum():
+    class Accumulates(LanguageModel):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch) / 2
+            if batch_idx % 2 == 0:
+                with self.accumulate():
+                    return self.sonar_step(loss)
+            return self.sonar_step(loss)
+
+    results = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for mode in ("standard_no_expert_clip", "sonar"):
+            module = Accumulates(small_model(), fused())
+            trainer = make_trainer(SonarMoEStrategy(mode=mode), -1)
+            trainer.fit(module, loader(batches(8)))
+            assert trainer.global_step == 4
+            results.append(snapshot(trainer, module))
+        automatic = fit(small_model(), "sonar", automatic=True, steps=4, data=batches(8), accumulate_grad_batches=2)
+    assert differing(*results) == []
+    assert differing(results[0], snapshot(*automatic)) == []
+
+
+def test_another_strategy_is_refused_with_the_remedy():
+    trainer = make_trainer("auto", 1, clip=None)
+    with pytest.raises(RuntimeError, match=r"strategy is SingleDeviceStrategy.*Pass Trainer\(strategy=SonarMoEStrategy"):
+        trainer.fit(LanguageModel(small_model(), fused()), loader(batches(1)))
+
+
+def test_the_mixin_makes_any_module_manual():
+    class Mine(SonarMoEMixin, L.LightningModule):
+        pass
+
+    assert not Mine().automatic_optimization
+
+
+def test_epoch_schedulers_step_once_an_epoch():
+    class Epochs(LanguageModel):
+        def configure_optimizers(self):
+            optimizer = self.optimizer_factory(self.parameters())
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    module = Epochs(small_model(), fused())
+    trainer = make_trainer(SonarMoEStrategy(), -1, max_epochs=3)
+    trainer.fit(module, loader(batches(2)))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 / 8)
