@@ -182,7 +182,11 @@ def build(
             model = AutoModelForCausalLM.from_config(config, **common)
     if checkpointing:
         # The reentrant kind runs a layer's backward as a backward of its own, and drops the router's auxiliary loss.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options = {"use_reentrant": False}
+        if hasattr(model, "activation_checkpointing_enable"):
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:  # transformers before the renaming
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     return model.train()
 
 

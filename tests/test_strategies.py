@@ -205,17 +205,6 @@ def test_experts_have_no_gradient_after_backward_and_dense_ones_do():
 
 @pytest.mark.parametrize("automatic", [False, True], ids=["manual", "automatic"])
 def test_a_bad_loss_is_skipped_counted_and_reported(automatic):
-    def spoil(kind):
-        class Spoiled(kind):
-            def training_step(self, batch, batch_idx):
-                self.bad = batch_idx == 1
-                return super().training_step(batch, batch_idx)
-
-            def backward(self, loss, *args, **kwargs):
-                super().backward(loss, *args, **kwargs)
-
-        return Spoiled
-
     class Automatic(AutomaticLM):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -241,10 +230,18 @@ def test_a_bad_loss_is_skipped_counted_and_reported(automatic):
     assert trainer.global_step == 3
 
 
-@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
-def test_float16_is_refused_with_the_remedy(precision):
-    with pytest.raises(ValueError, match=r"precision='16.*Use precision='bf16-true'"):
-        fit(small_model(), "sonar", precision=precision, steps=1)
+def test_float16_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"precision='16-true'.*Use precision='bf16-true'"):
+        fit(small_model(), "sonar", precision="16-true", steps=1)
+
+
+def test_loss_scaling_is_refused_with_the_remedy():
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cpu")  # what Trainer(precision="16-mixed") makes on a GPU
+    trainer = make_trainer(SonarMoEStrategy(), 1, precision=None, plugins=[plugin])
+    with pytest.raises(ValueError, match=r"precision='16-mixed'.*loss scaling.*Use precision='bf16-true'"):
+        trainer.fit(LanguageModel(small_model(), fused()), loader(batches(1)))
 
 
 def test_two_optimizers_are_refused():
