@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import traceback
@@ -60,6 +61,7 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         backend=cfg.backend.name,
         dtype=PRECISIONS[str(cfg.trainer.precision)],
         device=device_of(cfg),
+        low_memory=cfg.model.low_memory,
         attn_implementation=cfg.model.attn_implementation,
         checkpointing=cfg.model.checkpointing,
         trust_remote_code=cfg.model.trust_remote_code,
@@ -106,6 +108,7 @@ def _check_disk(model: torch.nn.Module, cfg: DictConfig, folder: Path) -> None:
 
 def _quiet() -> None:
     """Silence what a user of this command cannot act on."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     for text in (
         "does not have many workers",
         "Experiment logs directory .* exists and is not empty",

@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
 from lightning_sonar.losses import IGNORED, response_cross_entropy, shift
@@ -46,8 +45,7 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
         self.router_aux_loss = router_aux_loss
-        self.heldout_loss = MeanMetric()
-        self.heldout_perplexity = Perplexity(ignore_index=IGNORED)
+        self._perplexity: list[Perplexity] = []
 
     def forward(self, batch: Batch, **kwargs: Any) -> Any:
         # The cache would keep every layer's keys and values alive until the step ends.
@@ -80,14 +78,19 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
             self.log("grad_norm", norm.float())
         return loss
 
+    def on_validation_epoch_start(self) -> None:
+        # Not a submodule: a module cast to bfloat16 would take the metric's sums along, and round them away.
+        self._perplexity = [Perplexity(ignore_index=IGNORED).set_dtype(torch.float32).to(self.device)]
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        logits, labels = self(batch).logits, batch["labels"]
-        loss, tokens = response_cross_entropy(logits, labels)
-        self.heldout_loss.update(loss, weight=tokens)
-        predicted, wanted = shift(logits, labels)
-        self.heldout_perplexity.update(predicted.float(), wanted)
-        self.log("heldout_loss", self.heldout_loss, on_epoch=True, prog_bar=True)
-        self.log("heldout_perplexity", self.heldout_perplexity, on_epoch=True)
+        predicted, wanted = shift(self(batch).logits, batch["labels"])
+        self._perplexity[0].update(predicted.float(), wanted)
+
+    def on_validation_epoch_end(self) -> None:
+        perplexity = self._perplexity.pop().compute()
+        # Perplexity is the exponential of the mean over all tokens, so its logarithm is the token-weighted loss.
+        self.log("heldout_loss", perplexity.log(), prog_bar=True)
+        self.log("heldout_perplexity", perplexity)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer_factory(parameter for parameter in self.parameters() if parameter.requires_grad)

@@ -134,6 +134,7 @@ def build(
     backend: str = "grouped_mm",
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
+    low_memory: bool = True,
     attn_implementation: str | None = None,
     checkpointing: bool = False,
     trust_remote_code: bool = False,
@@ -149,7 +150,8 @@ def build(
         model_id: for ``"hf"``: a hub id or a local folder.
         backend: a name in transformers' experts dispatch; see `resolve_backend`.
         dtype: of the parameters.
-        device: where the parameters are made, so that no copy exists elsewhere.
+        device: where random parameters are made, so that no copy exists elsewhere.
+        low_memory: load a checkpoint's tensors straight to ``device`` one by one, never all of them on the CPU.
         attn_implementation: transformers' attention implementation; ``None`` is its own choice.
         checkpointing: activation checkpointing of the decoder layers, non-reentrant.
         trust_remote_code: whether code that lies beside the checkpoint may run.
@@ -175,8 +177,9 @@ def build(
         if name != "hf" and size == "tiny":
             raise ValueError("pretrained=True needs size='full': no checkpoint of the tiny size exists.")
         source = model_id if name == "hf" else PRESETS[name].hub_id
-        device_map = {"": torch.device(device)}
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, device_map=device_map, **common)
+        if low_memory and torch.device(device).type != "cpu":
+            common["device_map"] = {"": torch.device(device)}
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, **common)
     else:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, **common)

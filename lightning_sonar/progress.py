@@ -17,9 +17,8 @@ class StepProgressBar(RichProgressBar):
     """
 
     def _get_train_description(self, current_epoch: int) -> str:
-        if self.trainer.max_steps and self.trainer.max_steps > 0:
-            return f"Training, {self.trainer.max_steps} steps"
-        return super()._get_train_description(current_epoch)
+        # Lightning's own says "Epoch 0/-2" where only max_steps is set; the bar itself counts the steps.
+        return "Training" if self.trainer.max_steps > 0 else super()._get_train_description(current_epoch)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         metrics = dict(super().get_metrics(trainer, pl_module))

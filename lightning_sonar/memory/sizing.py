@@ -74,12 +74,11 @@ def _cgroup_limit() -> int | None:
 
 def checkpoint_reachable(hub_id: str) -> bool:
     """Whether a checkpoint is in the local cache or on a hub that answers within a few seconds."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.utils import is_offline_mode
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
     if os.path.isdir(hub_id) or isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
         return True
-    if is_offline_mode():
+    if constants.HF_HUB_OFFLINE:
         return False
     try:
         HfApi().model_info(hub_id, timeout=5)
