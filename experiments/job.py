@@ -101,8 +101,8 @@ def _check_disk(model: torch.nn.Module, cfg: DictConfig, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
         raise SettingsError(
-            f"A checkpoint with AdamW's state needs about {need / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free. "
-            "Free some disk, set hydra.run.dir to another one, or use callbacks=default, which writes none."
+            f"A checkpoint with AdamW's state needs about {need / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB "
+            "free. Free some disk, set hydra.run.dir to another one, or use callbacks=default, which writes none."
         )
 
 
@@ -122,13 +122,13 @@ def _show(result: dict[str, Any], folder: Path) -> None:
     def number(value: float | None, form: str, unit: str = "") -> str:
         return "not measured" if value is None else f"{value:{form}}{unit}"
 
-    peak = result["peak_memory_bytes"]
+    peak = number(None if result["peak_memory_bytes"] is None else result["peak_memory_bytes"] / 1e9, ".3f", " GB")
     times = result["step_time_ms"]
     console.print(
         f"\n{result['model']} ({result['size']}, {result['params_total'] / 1e6:,.1f} M parameters, "
         f"{result['params_expert'] / result['params_total']:.0%} in experts), mode {result['mode']}, backend "
         f"{result['backend']}, {result['device']}\n"
-        f"  peak memory    {number(None if peak is None else peak / 1e9, '.3f', ' GB')} (phase: {result['peak_phase']})\n"
+        f"  peak memory    {peak} (phase: {result['peak_phase']})\n"
         f"  step time      {number(times['median'], '.1f', ' ms')}\n"
         f"  train loss     {number(result['train_loss_first'], '.3f')} -> {number(result['train_loss'], '.3f')} "
         f"after {result['steps']} steps\n"

@@ -21,7 +21,9 @@ def launch(script: Path, arguments: list[str]) -> int:
     flags, overrides = split_arguments(arguments)
     directory = config_dir()
     asks = any(flag in flags for flag in ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"))
-    if not asks and not any(flag in flags for flag in ("--config-path", "-cp", "--config-dir", "-cd", "--config-name", "-cn")):
+    if not asks and not any(
+        flag in flags for flag in ("--config-path", "-cp", "--config-dir", "-cd", "--config-name", "-cn")
+    ):
         try:
             check_overrides(overrides, directory)
         except OverrideError as error:

@@ -1,6 +1,6 @@
 """Read run folders and make one table of them, in the columns of the paper's.
 
-    python experiments/report.py multirun/2026-11-30_12-00-00
+python experiments/report.py multirun/2026-11-30_12-00-00
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from rich.console import Console
+from rich.table import Table
 
-from lightning_sonar.modes import MODES  # noqa: E402
+from lightning_sonar.modes import MODES
 
 COLUMNS = (
     "model",
@@ -124,7 +124,7 @@ def report(folders: list[Path], out: Path, failed: Mapping[str, int] | None = No
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.md").write_text(text)
     with (out / "summary.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer: csv.DictWriter[str] = csv.DictWriter(file, list(COLUMNS))
         writer.writeheader()
         writer.writerows(rows)
     console.print(f"Written: {out / 'summary.md'}, {out / 'summary.csv'}", highlight=False)

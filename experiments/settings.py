@@ -10,9 +10,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_sonar import models
 from lightning_sonar.backends import BACKENDS, resolve_backend
-from lightning_sonar.in_backward import Accumulation, Check, OnNonfinite, check_clip
+from lightning_sonar.clipping import check_clip
+from lightning_sonar.in_backward import Accumulation
 from lightning_sonar.memory.sizing import checkpoint_reachable, memory_there, training_requirement
 from lightning_sonar.modes import ExpertClip, resolve_mode
+from lightning_sonar.nonfinite import Check, OnNonfinite
 
 PRECISIONS = {
     "bf16-true": torch.bfloat16,
@@ -78,7 +80,8 @@ def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None
         if need.total > there:
             small = "" if name == "hf" else " or take model.size=tiny"
             raise SettingsError(
-                f"model.size=full: {figures}. Use a larger device, another mode, fewer layers (model.num_layers=N){small}."
+                f"model.size=full: {figures}. Use a larger device, another mode or fewer layers (model.num_layers)"
+                f"{small}."
             )
         return wanted
     reason = None
@@ -127,15 +130,12 @@ def check_values(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if value is None and optional:
             continue
-        right = isinstance(value, kind) and not isinstance(value, bool)
-        if not right or value < least:
+        if not isinstance(value, kind) or isinstance(value, bool) or value < least:
             what = "a whole number" if kind is int else "a number"
             faults.append(f"{key}={value}: expected {what}, at least {least}{', or null' if optional else ''}.")
     if not faults:
         try:
-            check_clip(
-                resolve_mode(cfg.mode.name), cfg.trainer.gradient_clip_val, cfg.trainer.gradient_clip_algorithm
-            )
+            check_clip(resolve_mode(cfg.mode.name), cfg.trainer.gradient_clip_val, cfg.trainer.gradient_clip_algorithm)
         except ValueError as error:
             faults.append(str(error))
     if faults:

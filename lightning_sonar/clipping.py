@@ -8,7 +8,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_sonar.modes import Mode, mode_name
+
 ClipAlgorithm = Literal["norm", "value"]
+
+
+def check_clip(mode: Mode, max_norm: float | None, algorithm: str | None = "norm") -> None:
+    """Refuse a global-norm clip where the mode leaves nothing to clip.
+
+    Raises:
+        ValueError: saying how to go on.
+    """
+    if mode.clip == "none" and max_norm and max_norm > 0 and algorithm != "value":
+        raise ValueError(
+            f"mode {mode_name(mode)!r} frees every gradient inside backward, so there is no global norm to clip by, "
+            f"but gradient_clip_val={max_norm} was given. Set gradient_clip_val=None (trainer.gradient_clip_val=null), "
+            "or choose mode='sonar', which clips the dense parameters."
+        )
 
 
 def with_gradients(tensors: Iterable[Tensor]) -> list[Tensor]:

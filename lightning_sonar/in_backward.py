@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_sonar.clipping import ClipAlgorithm, clip_norm_, clip_value_, is_nonfinite, with_gradients
+from lightning_sonar.clipping import ClipAlgorithm, check_clip, clip_norm_, clip_value_, with_gradients
 from lightning_sonar.modes import Mode, mode_name, resolve_mode
+from lightning_sonar.nonfinite import Check, NonfiniteGuard, OnNonfinite
 from lightning_sonar.optim.step_one import Group, is_element_wise, step_slice, step_tensor
 
 Accumulation = Literal["exact", "per_microbatch"]
-OnNonfinite = Literal["skip", "raise", "ignore"]
-Check = Literal["loss", "gradient"]
 
 _released: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -48,7 +47,6 @@ class InBackward:
         observers: called as the step goes on; see `Observer`.
         clip_value: if set, each released gradient is clipped element-wise to it before its update, as
             ``clip_grad_value_`` clips the others afterwards.
-        skipped_tensors: how many updates of single tensors were left out because of ``check="gradient"``.
     """
 
     def __init__(
@@ -59,13 +57,10 @@ class InBackward:
         mode: Mode,
         names: Mapping[int, str],
         accumulation: Accumulation,
-        on_nonfinite: OnNonfinite,
-        check: Check,
+        guard: NonfiniteGuard,
     ) -> None:
         self.mode = mode
         self.accumulation = accumulation
-        self.on_nonfinite = on_nonfinite
-        self.check = check
         self.observers: list[Observer] = []
         self.clip_value: float | None = None
         # The hooks hold this object, and a parameter holds its hooks in C++ where the garbage collector cannot see
@@ -83,10 +78,7 @@ class InBackward:
         self._accumulating = False
         self._inside = False
         self._warned = False
-        self._flag: Tensor | None = None
-        self._skipping = False
-        self._skipped: int | Tensor = 0
-        self._skipped_tensors: int | Tensor = 0
+        self._guard = guard
 
     # What one can ask.
 
@@ -114,12 +106,12 @@ class InBackward:
     @property
     def skipped_steps(self) -> int:
         """How many steps updated nothing because the loss was not finite. Reads the device."""
-        return int(self._skipped)
+        return self._guard.skipped_steps
 
     @property
     def skipped_tensors(self) -> int:
         """How many updates of one tensor were left out because its gradient was not finite. Reads the device."""
-        return int(self._skipped_tensors)
+        return self._guard.skipped_tensors
 
     def is_expert(self, tensor: Tensor) -> bool:
         return id(tensor) in self._expert_ids
@@ -140,7 +132,7 @@ class InBackward:
             RuntimeError: if a released tensor gets its gradient twice; see `release_in_backward`.
         """
         self._enter("backward")
-        self._look_at(loss)
+        self._guard.look_at(loss, self._live_optimizer())
         if self.accumulation == "per_microbatch":
             self._fired.clear()
         if not last:
@@ -148,8 +140,9 @@ class InBackward:
                 self._run(run or loss.backward)
             return
         self._run(run or loss.backward)
-        if not self._accumulating:
-            self._prepare_dense()
+        if not self._accumulating and self._guard.leaves_out(self._parameters(), self._live_optimizer()):
+            for tensor in self._parameters():
+                tensor.grad = None
 
     def clip_(self, max_norm: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
         """Clip what backward has left, in the mode's scope.
@@ -219,8 +212,8 @@ class InBackward:
         for tensor in [t for t, owner in _released.items() if owner() is self]:
             del _released[tensor]
         optimizer = self._optimizer()
-        if optimizer is not None and self._flag is not None:
-            optimizer.found_inf = None  # type: ignore[attr-defined]
+        if optimizer is not None:
+            self._guard.withdraw(optimizer)
 
     # Inside.
 
@@ -256,7 +249,7 @@ class InBackward:
             self._begin(tensor, grad)
         self._hooks_now += 1
         last = part is None or part == tensor.shape[0] - 1
-        if not self._skipping:
+        if not self._guard.skipping:
             self._update(part, tensor)
         if last:
             self._pending.pop(id(tensor), None)
@@ -279,7 +272,7 @@ class InBackward:
         self._fired.add(id(tensor))
         for observer in self.observers:
             observer.on_gradient(tensor)
-        if self.clip_value is not None and not self._skipping:
+        if self.clip_value is not None and not self._guard.skipping:
             clip_value_([tensor], self.clip_value)
 
     def _update(self, part: int | None, tensor: Tensor) -> None:
@@ -287,7 +280,7 @@ class InBackward:
         group: Group = optimizer.param_groups[self._group_index[id(tensor)]]
         pending = self._pending.setdefault(id(tensor), {})
         if not part:
-            pending["attributes"] = self._attributes(tensor)
+            pending["attributes"] = self._guard.attributes(tensor, optimizer)
         attributes = pending["attributes"]
         if attributes is None:
             return
@@ -299,63 +292,9 @@ class InBackward:
         # old weight would then silently use the new one.
         torch.autograd.graph.increment_version(tensor)
 
-    def _attributes(self, tensor: Tensor) -> dict[str, Any] | None:
-        """What the update of this tensor is told, or None if it is to be left out."""
-        flag = self._flag
-        if self.check == "gradient" and self.on_nonfinite == "skip":
-            bad = is_nonfinite(tensor.grad) if tensor.grad is not None else None
-            if bad is not None:
-                self._skipped_tensors = self._skipped_tensors + (int(bad) if flag is None else bad)
-                if flag is None:
-                    return None if bad.item() else {}
-                flag = torch.maximum(flag, bad)
-        return {} if flag is None else {"found_inf": flag}
-
-    def _look_at(self, loss: Tensor) -> None:
-        if self.on_nonfinite == "ignore":
-            return
-        bad = is_nonfinite(loss)
-        if self.on_nonfinite == "raise":
-            if bad.item():
-                raise FloatingPointError(
-                    f"The loss is {loss.item()}; nothing was updated in this step. on_nonfinite='skip' leaves such "
-                    "steps out and counts them."
-                )
-        elif loss.device.type == "cpu" or not _reads_found_inf(self._live_optimizer()):
-            # One look per backward; on a CPU it costs nothing, elsewhere one synchronisation.
-            self._skipping = self._skipping or bool(bad.item())
-        else:
-            flag = bad if self._flag is None else torch.maximum(self._flag, bad)
-            self._flag = flag
-            self._live_optimizer().found_inf = flag  # type: ignore[attr-defined]
-
-    def _prepare_dense(self) -> None:
-        """After the last backward: a skipped step must find no gradient, or the flag that says so."""
-        if self.check == "gradient" and self.on_nonfinite == "skip" and not self._skipping:
-            dense = with_gradients(self._parameters())
-            bad = torch.stack([is_nonfinite(t.grad) for t in dense if t.grad is not None]).amax() if dense else None
-            if bad is not None and self._flag is None and bad.item():
-                self._skipped_tensors = self._skipped_tensors + len(dense)
-                self._drop_gradients()
-            elif bad is not None and self._flag is not None:
-                self._skipped_tensors = self._skipped_tensors + bad * len(dense)
-                self._live_optimizer().found_inf = torch.maximum(self._flag, bad)  # type: ignore[attr-defined]
-        if self._skipping:
-            self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        for tensor in self._parameters():
-            tensor.grad = None
-
     def _on_step(self, *_: Any) -> None:
         """The optimizer has stepped: the step is whole."""
-        if self._flag is not None:
-            self._skipped = self._skipped + self._flag
-            self._live_optimizer().found_inf = None  # type: ignore[attr-defined]
-            self._flag = None
-        elif self._skipping:
-            self._skipped = self._skipped + 1
-        self._skipping = False
+        self._guard.end_step(self._live_optimizer())
         self._fired.clear()
         self._hooks_last, self._hooks_now = self._hooks_now, 0
         self._enter("done")
@@ -448,7 +387,7 @@ def release_in_backward(
     ):
         if value not in choices:
             raise ValueError(f"{key}={value!r}: expected one of {', '.join(map(repr, choices))}.")
-    experts = dict(tensors.items()) if isinstance(tensors, Mapping) else _named(tensors)
+    experts: dict[str, Tensor] = {**tensors} if isinstance(tensors, Mapping) else _named(tensors)
     all_names = {**(names or {}), **{id(tensor): name for name, tensor in experts.items()}}
     owned = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     for name, tensor in experts.items():
@@ -480,31 +419,11 @@ def release_in_backward(
         mode=mode,
         names=all_names,
         accumulation=accumulation,
-        on_nonfinite=on_nonfinite,
-        check=check,
+        guard=NonfiniteGuard(on_nonfinite, check),
     )
     handle._attach(optimizer)
     return handle
 
 
-def check_clip(mode: Mode, max_norm: float | None, algorithm: str | None = "norm") -> None:
-    """Refuse a global-norm clip where the mode leaves nothing to clip.
-
-    Raises:
-        ValueError: saying how to go on.
-    """
-    if mode.clip == "none" and max_norm and max_norm > 0 and algorithm != "value":
-        raise ValueError(
-            f"mode {mode_name(mode)!r} frees every gradient inside backward, so there is no global norm to clip by, but "
-            f"gradient_clip_val={max_norm} was given. Set gradient_clip_val=None (trainer.gradient_clip_val=null), "
-            "or choose mode='sonar', which clips the dense parameters."
-        )
-
-
 def _named(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     return {f"tensor {index} {list(tensor.shape)}": tensor for index, tensor in enumerate(tensors)}
-
-
-def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer skips its update by a device flag, so that nobody has to wait for it."""
-    return all(group.get("fused") for group in optimizer.param_groups)

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 from torchmetrics.text import Perplexity
 
 from lightning_sonar.losses import IGNORED, response_cross_entropy, shift
@@ -45,7 +46,7 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
         self.router_aux_loss = router_aux_loss
-        self._perplexity: list[Perplexity] = []
+        self._perplexity: list[Metric] = []
 
     def forward(self, batch: Batch, **kwargs: Any) -> Any:
         # The cache would keep every layer's keys and values alive until the step ends.

@@ -31,8 +31,6 @@ class SonarMoEMixin(_Base):
     hand does the same.
     """
 
-    automatic_optimization = False
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.automatic_optimization = False

@@ -176,7 +176,7 @@ def build(
     if pretrained:
         if name != "hf" and size == "tiny":
             raise ValueError("pretrained=True needs size='full': no checkpoint of the tiny size exists.")
-        source = model_id if name == "hf" else PRESETS[name].hub_id
+        source = PRESETS[name].hub_id if model_id is None else model_id
         if low_memory and torch.device(device).type != "cpu":
             common["device_map"] = {"": torch.device(device)}
         model = AutoModelForCausalLM.from_pretrained(source, config=config, **common)

@@ -86,9 +86,7 @@ def test_it_equals_torch_fused_adamw_bitwise(dtype: torch.dtype, maximize: bool)
 def test_groups_and_defaults_are_those_of_torch() -> None:
     ours, theirs = FusedAdamW(make_params()), torch.optim.AdamW(make_params(), fused=True)
     assert ours.defaults == theirs.defaults
-    assert [{**g, "params": None} for g in ours.param_groups] == [
-        {**g, "params": None} for g in theirs.param_groups
-    ]
+    assert [{**g, "params": None} for g in ours.param_groups] == [{**g, "params": None} for g in theirs.param_groups]
 
 
 def test_groups_keep_their_own_weight_decay_and_betas() -> None:
@@ -345,9 +343,7 @@ def test_the_grad_scaler_unscales_itself() -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.5)])
-def test_a_gradient_in_another_memory_order_is_paired_rightly(
-    dtype: torch.dtype, scale: Tensor | None
-) -> None:
+def test_a_gradient_in_another_memory_order_is_paired_rightly(dtype: torch.dtype, scale: Tensor | None) -> None:
     start, grad = tensors(dtype)
     turned = grad.t().contiguous().t()
     right = apply(adamw_, clones(start), grad.clone(), grad_scale=scale)
@@ -486,9 +482,7 @@ def test_the_reference_is_within_ulps_of_torch(dtype: torch.dtype, bound: float)
 def test_mixed_dtypes_take_the_reference_path() -> None:
     start, grad = tensors(BF16)
     values = [start[0], start[1].float(), start[2].float(), start[3]]
-    for a, b in zip(
-        apply(adamw_, clones(values), grad), apply(adamw_reference_, clones(values), grad), strict=True
-    ):
+    for a, b in zip(apply(adamw_, clones(values), grad), apply(adamw_reference_, clones(values), grad), strict=True):
         assert torch.equal(a, b)
 
 

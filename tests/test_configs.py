@@ -42,7 +42,7 @@ def test_every_group_has_configs():
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_config_composes_resolves_and_names_things_that_exist(group, name):
     cfg = composed(*needed(group, name))
-    OmegaConf.to_container(cfg[group] if group in cfg else cfg.trainer, resolve=True)
+    OmegaConf.to_container(cfg.get(group, cfg.trainer), resolve=True)
     targets = []
 
     def collect(node):
@@ -109,7 +109,10 @@ def test_every_argument_of_the_trainer_can_be_set():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.num_layer=2", r"'model' has no key 'num_layer'. Did you mean model.num_layers\? Valid keys there: .*size"),
+        (
+            "model.num_layer=2",
+            r"'model' has no key 'num_layer'. Did you mean model.num_layers\? Valid keys there: .*size",
+        ),
         ("trainer.max_step=5", r"'trainer' has no key 'max_step'. Did you mean trainer.max_steps"),
         ("sede=1", r"the configuration has no key 'sede'. Did you mean seed\? Valid keys there: .*trainer"),
         ("data.path.x=1", r"'data.path' has no key 'x'. It is a value and has no keys"),
@@ -174,7 +177,11 @@ def test_auto_takes_tiny_on_a_cpu_and_says_so_with_figures():
     cfg = settle(composed(), said.append)
     assert (cfg.model.size, cfg.backend.name, cfg.model.pretrained) == ("tiny", "grouped_mm", False)
     defaults = cfg.size_defaults.tiny
-    assert (cfg.data.seq_len, cfg.optimizer.lr, cfg.trainer.max_steps) == (defaults.seq_len, defaults.lr, defaults.max_steps)
+    assert (cfg.data.seq_len, cfg.optimizer.lr, cfg.trainer.max_steps) == (
+        defaults.seq_len,
+        defaults.lr,
+        defaults.max_steps,
+    )
     assert len(said) == 1
     assert "chose TINY, because there is no GPU" in said[0]
     assert "needs about 46.7 GB" in said[0]
@@ -189,7 +196,9 @@ def test_given_values_win_over_the_sizes_defaults():
 
 def test_full_size_that_does_not_fit_is_refused_before_anything_is_allocated(monkeypatch):
     monkeypatch.setattr("experiments.settings.memory_there", lambda device: 20 * 10**9)
-    with pytest.raises(SettingsError, match=r"model.size=full: .*needs about 46.7 GB.*cpu has 20.0 GB free.*model.size=tiny"):
+    with pytest.raises(
+        SettingsError, match=r"model.size=full: .*needs about 46.7 GB.*cpu has 20.0 GB free.*model.size=tiny"
+    ):
         settle(composed("model.size=full"))
 
 

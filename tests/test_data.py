@@ -470,9 +470,7 @@ def test_the_alpaca_source_reads_the_hub(tmp_path, tokenizer, monkeypatch):
 
 def test_too_few_training_examples_name_the_batch_size(rows_file, tmp_path):
     data = json_data(rows_file, tmp_path, batch_size=55)
-    with pytest.raises(
-        DataError, match=r"batch_size=55, but only 54 .*60 records, 6 held out.*smaller batch"
-    ):
+    with pytest.raises(DataError, match=r"batch_size=55, but only 54 .*60 records, 6 held out.*smaller batch"):
         data.setup()
 
 

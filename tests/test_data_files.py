@@ -104,9 +104,7 @@ def test_json_with_one_object_a_line_is_read_beyond_its_first_line(tmp_path):
 
 @pytest.mark.parametrize("column", ["messages", "conversations", "conversation"])
 def test_chat_columns_are_read(tmp_path, column):
-    assert read_records(write(tmp_path / "a.jsonl", json.dumps({"id": 1, column: CHAT}))) == [
-        from_messages(CHAT)
-    ]
+    assert read_records(write(tmp_path / "a.jsonl", json.dumps({"id": 1, column: CHAT}))) == [from_messages(CHAT)]
 
 
 def test_parquet_is_read_in_both_formats(tmp_path):
@@ -207,9 +205,7 @@ def test_a_bad_file_is_named_with_place_and_expectation(tmp_path, name, text, pa
 
 
 def test_a_missing_file_and_a_directory_are_named(tmp_path):
-    with pytest.raises(
-        DataError, match=r"none\.jsonl: no such file \(looked in .*\); expected a \.jsonl file"
-    ):
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file \(looked in .*\); expected a \.jsonl file"):
         read_records(tmp_path / "none.jsonl")
     (tmp_path / "folder.json").mkdir()
     with pytest.raises(DataError, match=r"folder\.json: is a directory; expected one file"):
@@ -266,9 +262,7 @@ def test_an_unreachable_hub_says_what_to_use_instead(monkeypatch):
         raise ConnectionError("Couldn't reach the hub")
 
     hub(monkeypatch, load_dataset)
-    with pytest.raises(
-        DataError, match=r"ConnectionError: Couldn't reach.*data=builtin.*data=json data\.path="
-    ):
+    with pytest.raises(DataError, match=r"ConnectionError: Couldn't reach.*data=builtin.*data=json data\.path="):
         load_alpaca()
 
 

@@ -58,10 +58,11 @@ def equal(left, right) -> bool:
 
 
 def test_experts_step_inside_backward_and_dense_gradients_stay():
-    model, made, handle = toy()
+    model, _made, handle = toy()
     first, dense = model.first.detach().clone(), model.dense.weight.detach().clone()
     model(inputs()).backward()
-    assert model.first.grad is None and model.second.grad is None
+    assert model.first.grad is None
+    assert model.second.grad is None
     assert not torch.equal(first, model.first)
     assert model.dense.weight.grad is not None
     assert torch.equal(dense, model.dense.weight)
@@ -101,7 +102,7 @@ def test_raw_backward_clip_and_step_equal_train_step():
 def test_standard_clips_experts_too():
     norms = {}
     for mode in ("standard", "standard_no_expert_clip"):
-        model, made, handle = toy(mode)
+        model, _made, handle = toy(mode)
         norms[mode] = handle.train_step(model(inputs()), max_norm=0.01)
     assert norms["standard"] > norms["standard_no_expert_clip"]
 
@@ -121,7 +122,7 @@ def test_in_backward_all_leaves_nothing_to_step_and_equals_unclipped_standard():
 
 
 def test_clip_where_nothing_is_left_to_clip_is_refused_with_the_remedy():
-    model, made, handle = toy("in_backward_all")
+    model, _made, handle = toy("in_backward_all")
     with pytest.raises(ValueError, match=r"'in_backward_all'.*Set gradient_clip_val=None.*mode='sonar'"):
         handle.train_step(model(inputs()), max_norm=1.0)
 
@@ -160,7 +161,7 @@ def test_at_most_one_expert_gradient_is_alive_with_grouped_mm():
 
 
 def test_observers_see_the_phases_in_order():
-    model, made, handle = toy()
+    model, _made, handle = toy()
     seen: list[str] = []
 
     class Watch:
@@ -180,7 +181,7 @@ def test_observers_see_the_phases_in_order():
 
 @pytest.mark.parametrize("mode", ["sonar", "sonar_per_expert"])
 def test_hooks_return_none(mode):
-    model, made, handle = toy(mode)
+    model, _made, handle = toy(mode)
     model.first.grad = torch.ones_like(model.first)
     parts = range(4) if mode == "sonar_per_expert" else [None]
     assert [handle._on_gradient(part, model.first) for part in parts] == [None] * len(parts)
@@ -191,7 +192,9 @@ def test_hooks_return_none(mode):
 
 
 @pytest.mark.parametrize("mode", ["sonar", "sonar_per_expert"])
-@pytest.mark.parametrize("optimizer", [FusedAdamW, torch.optim.AdamW, lambda p, lr: torch.optim.AdamW(p, lr, fused=True)])
+@pytest.mark.parametrize(
+    "optimizer", [FusedAdamW, torch.optim.AdamW, lambda p, lr: torch.optim.AdamW(p, lr, fused=True)]
+)
 def test_second_backward_through_an_older_graph_raises_instead_of_using_new_weights(optimizer, mode):
     model, made, _ = toy(mode, optimizer)
     loss = model(inputs())
@@ -216,7 +219,7 @@ def test_second_backward_before_the_step_raises_and_names_tensor_and_remedy():
 
 
 def test_shared_experts_under_reentrant_checkpointing_raise():
-    model, optimizer, _ = toy()
+    model, _optimizer, _ = toy()
     from torch.utils.checkpoint import checkpoint
 
     def layer(x):
@@ -229,7 +232,7 @@ def test_shared_experts_under_reentrant_checkpointing_raise():
 
 
 def test_create_graph_is_refused():
-    model, made, _ = toy()
+    model, _made, _ = toy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(RuntimeError, match=r"create_graph=True.*Use torch.autograd.grad"):
@@ -310,7 +313,7 @@ def test_per_microbatch_updates_once_a_microbatch():
 
 
 def test_per_microbatch_needs_to_be_told_where_a_backward_begins():
-    model, made, _ = toy(accumulation="per_microbatch")
+    model, _made, _ = toy(accumulation="per_microbatch")
     with pytest.raises(RuntimeError, match=r"call handle.backward\(loss\)"):
         model(inputs()).backward()
 
@@ -330,7 +333,9 @@ def test_float16_is_refused_with_the_remedy():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("optimizer", [FusedAdamW, torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("mode", ["standard", "standard_no_expert_clip", "sonar", "sonar_per_expert", "in_backward_all"])
+@pytest.mark.parametrize(
+    "mode", ["standard", "standard_no_expert_clip", "sonar", "sonar_per_expert", "in_backward_all"]
+)
 def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on(mode, optimizer, bad):
     model, made, handle = toy(mode, optimizer)
     max_norm = 0.0 if mode == "in_backward_all" else 1.0
@@ -367,14 +372,16 @@ def test_raise_stops_before_anything_is_updated():
 
 
 def test_ignore_does_as_plain_training_does():
-    model, made, handle = toy(on_nonfinite="ignore")
+    model, _made, handle = toy(on_nonfinite="ignore")
     handle.train_step(model(inputs(0)) * float("nan"))
     assert torch.isnan(model.first).all()
     assert handle.skipped_steps == 0
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("mode", ["sonar", "sonar_per_expert"])
-def test_one_bad_gradient_leaves_that_tensor_out_when_gradients_are_checked(mode):
+def test_one_bad_gradient_leaves_that_tensor_out_when_gradients_are_checked(monkeypatch, mode, on_device):
+    monkeypatch.setattr("lightning_sonar.nonfinite._stays_on_device", lambda tensor, optimizer: on_device)
     model, made, handle = toy(mode, check="gradient")
     model.first.register_hook(lambda grad: grad * float("nan"))
     before = model.first.detach().clone()
@@ -387,27 +394,32 @@ def test_one_bad_gradient_leaves_that_tensor_out_when_gradients_are_checked(mode
     assert model.first not in made.state or made.state[model.first].get("step", 0) == 0
 
 
-def test_device_flag_path_skips_without_reading_the_loss(monkeypatch):
+@pytest.mark.parametrize("check", ["loss", "gradient"])
+def test_device_flag_path_skips_without_reading_the_loss(monkeypatch, check):
     """The path of a GPU, driven on a CPU: the flag is a tensor, nothing reads it until the count is asked for."""
-    import lightning_sonar.in_backward as module
-
-    model, made, handle = toy()
-    handle.train_step(model(inputs(0)))
+    monkeypatch.setattr("lightning_sonar.nonfinite._stays_on_device", lambda tensor, optimizer: True)
+    model, made, handle = toy(check=check)
+    handle.train_step(model(inputs(0)), max_norm=1.0)
     before = values(model, made)
-
-    def look_at(self, loss):
-        bad = module.is_nonfinite(loss)
-        self._flag = bad if self._flag is None else torch.maximum(self._flag, bad)
-        self._live_optimizer().found_inf = self._flag
-
-    monkeypatch.setattr(module.InBackward, "_look_at", look_at)
     handle.train_step(model(inputs(1)) * float("nan"), max_norm=1.0)
     assert equal(before, values(model, made))
-    assert isinstance(handle._skipped, torch.Tensor)
+    assert isinstance(handle._guard._skipped_steps, torch.Tensor)
     assert handle.skipped_steps == 1
     assert made.found_inf is None
     handle.train_step(model(inputs(2)), max_norm=1.0)
     assert not equal(before, values(model, made))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_bad_dense_gradient_leaves_the_dense_step_out_when_gradients_are_checked(monkeypatch, on_device):
+    monkeypatch.setattr("lightning_sonar.nonfinite._stays_on_device", lambda tensor, optimizer: on_device)
+    model, _made, handle = toy(check="gradient")
+    model.dense.bias.register_hook(lambda grad: grad * float("inf"))
+    dense, first = model.dense.weight.detach().clone(), model.first.detach().clone()
+    handle.train_step(model(inputs(0)), max_norm=1.0)
+    assert torch.equal(dense, model.dense.weight)
+    assert not torch.equal(first, model.first)
+    assert handle.skipped_tensors == 2
 
 
 # Guard 16 and the end.
@@ -424,7 +436,7 @@ def test_model_memory_comes_back_while_hooks_are_on():
 
 
 def test_removed_hooks_act_no_more():
-    model, made, handle = toy()
+    model, _made, handle = toy()
     handle.remove()
     handle.remove()
     model(inputs()).backward()

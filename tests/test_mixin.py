@@ -78,7 +78,9 @@ def test_accumulate_equals_one_step_on_the_sum():
 
 def test_another_strategy_is_refused_with_the_remedy():
     trainer = make_trainer("auto", 1, clip=None)
-    with pytest.raises(RuntimeError, match=r"strategy is SingleDeviceStrategy.*Pass Trainer\(strategy=SonarMoEStrategy"):
+    with pytest.raises(
+        RuntimeError, match=r"strategy is SingleDeviceStrategy.*Pass Trainer\(strategy=SonarMoEStrategy"
+    ):
         trainer.fit(LanguageModel(small_model(), fused()), loader(batches(1)))
 
 

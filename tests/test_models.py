@@ -85,6 +85,8 @@ def test_hf_model_loads_from_a_local_folder_bitwise(tmp_path):
 
 def test_checkpointing_is_of_the_non_reentrant_kind():
     model = small_model(checkpointing=True)
-    kinds = [m._gradient_checkpointing_func.keywords for m in model.modules() if getattr(m, "gradient_checkpointing", 0)]
+    kinds = [
+        m._gradient_checkpointing_func.keywords for m in model.modules() if getattr(m, "gradient_checkpointing", 0)
+    ]
     assert kinds
     assert all(keywords["use_reentrant"] is False for keywords in kinds)

@@ -20,7 +20,9 @@ OPTIMIZERS = {
 }
 
 
-def bitwise(mode, reference, *, family="olmoe", dtype=torch.float32, backend="grouped_mm", checkpointing=False, **options):
+def bitwise(
+    mode, reference, *, family="olmoe", dtype=torch.float32, backend="grouped_mm", checkpointing=False, **options
+):
     snapshots = []
     for name in (reference, mode):
         model = small_model(family, dtype, backend, checkpointing=checkpointing)
@@ -120,9 +122,7 @@ def test_clip_value_is_honoured_in_automatic_and_manual_optimization():
 
 def test_value_algorithm_matches_plain_lightning_bitwise():
     for automatic in (False, True):
-        trainer, module = fit(
-            small_model(), "sonar", automatic=automatic, clip=1e-3, gradient_clip_algorithm="value"
-        )
+        trainer, module = fit(small_model(), "sonar", automatic=automatic, clip=1e-3, gradient_clip_algorithm="value")
         plain = make_trainer("auto", 10, clip=1e-3, gradient_clip_algorithm="value")
         other = AutomaticLM(small_model(), OPTIMIZERS["torch.optim.AdamW fused"])
         plain.fit(other, loader(batches(10)))

@@ -59,9 +59,7 @@ def _stdlib_folder() -> Path:
 def _cache_name(root: Path) -> str:
     # Two installations of one version (a distribution's, a user's own) need not carry the same modules.
     installation = hashlib.sha256(f"{_FORMAT}\n{sys.version}\n{root}".encode()).hexdigest()[:12]
-    return (
-        f"builtin-{platform.python_implementation().lower()}-{platform.python_version()}-{installation}.jsonl"
-    )
+    return f"builtin-{platform.python_implementation().lower()}-{platform.python_version()}-{installation}.jsonl"
 
 
 def _line(row: _Alpaca) -> str:
@@ -113,9 +111,7 @@ def _parse(path: Path) -> ast.Module:
         return ast.Module(body=[], type_ignores=[])
 
 
-def _definitions(
-    node: ast.AST, prefix: str, *, inside_class: bool
-) -> Iterator[tuple[str, bool, _Definition]]:
+def _definitions(node: ast.AST, prefix: str, *, inside_class: bool) -> Iterator[tuple[str, bool, _Definition]]:
     """Qualified name, whether a class holds it, and node of every definition, in the order of the source."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _Definition):

@@ -52,9 +52,7 @@ def encode_all(
     return examples, len(records) - len(examples)
 
 
-def _encode_chunk(
-    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, seq_len: int
-) -> list[Example]:
+def _encode_chunk(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> list[Example]:
     end_id = tokenizer.eos_token_id
     if not isinstance(end_id, int):
         raise DataError("the tokenizer has no end token; set tokenizer.eos_token, which ends every response")

@@ -68,8 +68,7 @@ def _array_rows(path: Path, text: str) -> Iterator[_Located]:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{path}, line {error.lineno}: broken JSON ({error.msg}, column {error.colno}); "
-            "expected a list of objects"
+            f"{path}, line {error.lineno}: broken JSON ({error.msg}, column {error.colno}); expected a list of objects"
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: broken JSON ({error}); expected a list of objects") from error
@@ -126,8 +125,7 @@ def _record(path: Path, where: str, row: Any) -> Record:
         raise DataError(f"{path}, {where}: {error}") from error
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{path}, {where}: {error.object[error.start]!r} is half of a surrogate pair; "
-            "expected valid Unicode text"
+            f"{path}, {where}: {error.object[error.start]!r} is half of a surrogate pair; expected valid Unicode text"
         ) from error
     return record
 

@@ -17,9 +17,7 @@ def load_alpaca() -> list[Record]:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(
-            f"{_NAME}: needs the package 'datasets': pip install datasets, or {_INSTEAD}"
-        ) from error
+        raise DataError(f"{_NAME}: needs the package 'datasets': pip install datasets, or {_INSTEAD}") from error
     try:
         rows = datasets.load_dataset(_NAME, split="train")
     # The layers below raise exceptions of half a dozen packages; all mean the same to the user.

@@ -96,9 +96,7 @@ def _wrap(tokenizer: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _key(texts: Iterable[str], vocab_size: int) -> str:
-    digest = hashlib.sha256(
-        f"{vocab_size} {tokenizers.__version__} {platform.python_version()} {_SPECIAL}\n".encode()
-    )
+    digest = hashlib.sha256(f"{vocab_size} {tokenizers.__version__} {platform.python_version()} {_SPECIAL}\n".encode())
     for text in texts:
         data = text.encode()
         digest.update(b"%d\n" % len(data))  # the length too, so that moved borders between texts show

@@ -76,14 +76,10 @@ def draw_memory(report: MemoryReport | Mapping[str, Any], path: str | Path, titl
     axes.set_ylim(0, ceiling)
     axes.set_xlabel("time within the watched step (ms; the measurement itself slows it down)")
     axes.set_ylabel(f"live memory ({unit}, 1 {unit} = {scale:,.0f} bytes)")
-    axes.set_title(
-        title or f"Live memory over one training step ({data['device']}, {data['source']})", pad=22
-    )
+    axes.set_title(title or f"Live memory over one training step ({data['device']}, {data['source']})", pad=22)
     handles, labels = axes.get_legend_handles_labels()
     # Listed as they lie on top of each other.
-    axes.legend(
-        handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9
-    )
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
     figure.savefig(path)
 
 
@@ -116,9 +112,7 @@ def _draw_phases(axes: Any, phases: list[dict[str, Any]], end: float) -> None:
         free_from = place + half
 
 
-def _draw_peak(
-    axes: Any, data: Mapping[str, Any], x: float, y: float, ceiling: float, end: float, size: str
-) -> None:
+def _draw_peak(axes: Any, data: Mapping[str, Any], x: float, y: float, ceiling: float, end: float, size: str) -> None:
     right = x > 0.55 * (end or 1)
     axes.plot([x], [y], marker="o", color="black", markersize=6, zorder=5)
     axes.annotate(

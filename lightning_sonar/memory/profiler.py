@@ -65,8 +65,7 @@ class MemoryProfiler(pl.Callback):
         for name, value, least in (("warmup", warmup, 0), ("steps", steps, 1)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(
-                    f"MemoryProfiler({name}={value!r}): expected a whole number of optimizer steps, "
-                    f"at least {least}."
+                    f"MemoryProfiler({name}={value!r}): expected a whole number of optimizer steps, at least {least}."
                 )
         self.warmup = warmup
         self.steps = steps
@@ -192,9 +191,7 @@ class MemoryProfiler(pl.Callback):
         if self.dirpath is not None and trainer.is_global_zero:
             self._write(self.report, self.dirpath)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._leave()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -41,15 +41,11 @@ class Requirement:
         )
 
 
-def training_requirement(
-    total_params: int, expert_params: int, mode: Mode, dtype: torch.dtype
-) -> Requirement:
+def training_requirement(total_params: int, expert_params: int, mode: Mode, dtype: torch.dtype) -> Requirement:
     """Bytes that training needs in a mode, with parameters, gradients and two moments in ``dtype``."""
     width = dtype.itemsize
     dense = total_params - expert_params
-    kept = (0 if mode.steps_in_backward(True) else expert_params) + (
-        0 if mode.steps_in_backward(False) else dense
-    )
+    kept = (0 if mode.steps_in_backward(True) else expert_params) + (0 if mode.steps_in_backward(False) else dense)
     return Requirement(width * total_params, width * kept, 2 * width * total_params)
 
 

@@ -79,8 +79,7 @@ class StorageTracker(TorchDispatchMode):
     def __enter__(self) -> StorageTracker:
         if self in _running:
             raise RuntimeError(
-                "StorageTracker is on already, expected it to be off; call stop() first, "
-                "or make a second tracker."
+                "StorageTracker is on already, expected it to be off; call stop() first, or make a second tracker."
             )
         super().__enter__()
         if not _running:

@@ -9,17 +9,11 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from lightning_sonar.clipping import ClipAlgorithm
+from lightning_sonar.clipping import ClipAlgorithm, check_clip
 from lightning_sonar.experts import ExpertTensors, find_expert_tensors
-from lightning_sonar.in_backward import (
-    Accumulation,
-    Check,
-    InBackward,
-    OnNonfinite,
-    check_clip,
-    release_in_backward,
-)
+from lightning_sonar.in_backward import Accumulation, InBackward, release_in_backward
 from lightning_sonar.modes import ExpertClip, Mode, resolve_mode
+from lightning_sonar.nonfinite import Check, OnNonfinite
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

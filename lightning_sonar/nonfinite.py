@@ -1,0 +1,112 @@
+"""What a step does when its loss or a gradient is NaN or infinite, without waiting for a device in the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_sonar.clipping import is_nonfinite
+
+OnNonfinite = Literal["skip", "raise", "ignore"]
+Check = Literal["loss", "gradient"]
+
+
+class NonfiniteGuard:
+    """Decides, for the step under way, which updates are left out, and counts them.
+
+    On a GPU the decision stays on the device: optimizers with fused updates read it as ``found_inf``. On a CPU, and
+    for other optimizers, it is a Python bool, for which the loss is read once a backward.
+
+    Attributes:
+        skipping: whether nothing is updated in this step, as far as the host knows.
+        flag: the same as a device flag, float32 and 0-dim, or None where the host knows.
+    """
+
+    def __init__(self, on_nonfinite: OnNonfinite, check: Check) -> None:
+        self.on_nonfinite = on_nonfinite
+        self.checks_gradients = check == "gradient" and on_nonfinite == "skip"
+        self.skipping = False
+        self.flag: Tensor | None = None
+        self._skipped_steps: int | Tensor = 0
+        self._skipped_tensors: int | Tensor = 0
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self._skipped_steps)
+
+    @property
+    def skipped_tensors(self) -> int:
+        return int(self._skipped_tensors)
+
+    def look_at(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Before a backward: is this loss finite? Several backwards of one step share the verdict.
+
+        Raises:
+            FloatingPointError: if it is not and ``on_nonfinite="raise"``.
+        """
+        if self.on_nonfinite == "ignore":
+            return
+        bad = is_nonfinite(loss)
+        if self.on_nonfinite == "raise":
+            if bad.item():
+                raise FloatingPointError(
+                    f"The loss is {loss.item()}; nothing was updated in this step. on_nonfinite='skip' leaves such "
+                    "steps out and counts them."
+                )
+        elif _stays_on_device(loss, optimizer):
+            self.flag = bad if self.flag is None else torch.maximum(self.flag, bad)
+            optimizer.found_inf = self.flag  # type: ignore[attr-defined]
+        else:
+            self.skipping = self.skipping or bool(bad.item())
+
+    def attributes(self, tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """What the update of one tensor inside backward is told, or None if it is left out."""
+        if self.skipping:
+            return None
+        flag, grad = self.flag, tensor.grad
+        if self.checks_gradients and grad is not None:
+            bad = is_nonfinite(grad)
+            if not _stays_on_device(grad, optimizer):
+                self._skipped_tensors = self._skipped_tensors + int(bad)
+                return None if bad.item() else {}
+            self._skipped_tensors = self._skipped_tensors + bad
+            flag = bad if flag is None else torch.maximum(flag, bad)
+        return {} if flag is None else {"found_inf": flag}
+
+    def leaves_out(self, others: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> bool:
+        """After the last backward: whether the other tensors' gradients are to be dropped, so that nothing steps.
+
+        With a device flag they are kept, and the optimizer reads the flag.
+        """
+        if self.checks_gradients and not self.skipping:
+            grads = [tensor.grad for tensor in others if tensor.grad is not None]
+            if grads:
+                bad = torch.stack([is_nonfinite(grad).to(grads[0].device) for grad in grads]).amax()
+                if not _stays_on_device(grads[0], optimizer):
+                    self._skipped_tensors = self._skipped_tensors + int(bad) * len(grads)
+                    return bool(bad.item())
+                self._skipped_tensors = self._skipped_tensors + bad * len(grads)
+                optimizer.found_inf = bad if self.flag is None else torch.maximum(self.flag, bad)  # type: ignore[attr-defined]
+        return self.skipping
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count, and forget the verdict."""
+        if self.flag is not None:
+            self._skipped_steps = self._skipped_steps + self.flag
+        elif self.skipping:
+            self._skipped_steps = self._skipped_steps + 1
+        self.withdraw(optimizer)
+
+    def withdraw(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget the verdict, and take the flag off the optimizer."""
+        self.skipping, self.flag = False, None
+        if getattr(optimizer, "found_inf", None) is not None:
+            optimizer.found_inf = None  # type: ignore[attr-defined]
+
+
+def _stays_on_device(tensor: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the verdict can go to the optimizer as a device flag, so that nobody has to wait for it."""
+    return tensor.device.type != "cpu" and all(group.get("fused") for group in optimizer.param_groups)
