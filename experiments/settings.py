@@ -130,7 +130,7 @@ def check_values(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if value is None and optional:
             continue
-        if not isinstance(value, kind) or isinstance(value, bool) or value < least:
+        if value is None or not isinstance(value, kind) or isinstance(value, bool) or value < least:
             what = "a whole number" if kind is int else "a number"
             faults.append(f"{key}={value}: expected {what}, at least {least}{', or null' if optional else ''}.")
     if not faults:

@@ -387,7 +387,7 @@ def release_in_backward(
     ):
         if value not in choices:
             raise ValueError(f"{key}={value!r}: expected one of {', '.join(map(repr, choices))}.")
-    experts: dict[str, Tensor] = {**tensors} if isinstance(tensors, Mapping) else _named(tensors)
+    experts = _named(tensors)
     all_names = {**(names or {}), **{id(tensor): name for name, tensor in experts.items()}}
     owned = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     for name, tensor in experts.items():
@@ -425,5 +425,7 @@ def release_in_backward(
     return handle
 
 
-def _named(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+def _named(tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
+    if isinstance(tensors, Mapping):
+        return {str(name): tensor for name, tensor in tensors.items()}
     return {f"tensor {index} {list(tensor.shape)}": tensor for index, tensor in enumerate(tensors)}
