@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -55,6 +55,9 @@ class SonarMoEMixin(_Base):
     def sonar_step(self, loss: Tensor) -> Tensor:
         """Backward with in-backward updates, dense clip, optimizer step, zeroed gradients, scheduler step.
 
+        With ``Trainer(accumulate_grad_batches=n)`` the loss is divided by n, and all but every n-th call (and the last
+        one of an epoch) only accumulate, as in automatic optimization.
+
         Args:
             loss: 0-dim, with its graph.
 
@@ -62,11 +65,14 @@ class SonarMoEMixin(_Base):
             The loss, detached, to be returned from ``training_step``.
         """
         handle = self.in_backward
-        self.manual_backward(loss)
+        microbatches: int = self.trainer.strategy.microbatches  # type: ignore[attr-defined]
+        whole = (self.trainer.fit_loop.batch_idx + 1) % microbatches == 0 or self.trainer.is_last_batch
+        with nullcontext() if whole else handle.accumulate():
+            self.manual_backward(loss / microbatches)
         optimizer = self.optimizers()
         if isinstance(optimizer, list):
             raise RuntimeError(f"sonar_step drives one optimizer; configure_optimizers returned {len(optimizer)}.")
-        if not handle.accumulating:
+        if whole and not handle.accumulating:
             optimizer.step()
             self._step_schedulers()
         return loss.detach()

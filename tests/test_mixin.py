@@ -76,6 +76,20 @@ def test_accumulate_equals_one_step_on_the_sum():
     assert differing(results[0], snapshot(*automatic)) == []
 
 
+def test_the_trainers_accumulation_is_applied_as_in_automatic_optimization():
+    results = []
+    for automatic in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer, module = fit(
+                small_model(), "sonar", automatic=automatic, steps=-1, data=batches(7), accumulate_grad_batches=3
+            )
+        assert trainer.global_step == 3  # the last one on a single batch
+        assert trainer.accumulate_grad_batches == 3
+        results.append(snapshot(trainer, module))
+    assert differing(*results) == []
+
+
 def test_another_strategy_is_refused_with_the_remedy():
     trainer = make_trainer("auto", 1, clip=None)
     with pytest.raises(

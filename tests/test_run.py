@@ -16,11 +16,12 @@ from lightning_sonar import MODES
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["trainer.max_steps=4", "trainer.limit_val_batches=1", "model.num_layers=1", "data.max_records=200"]
 SMALL += ["data.seq_len=128", "callbacks.memory_profiler.warmup=1", "callbacks.memory_profiler.steps=1"]
-KEYS = (
-    "model size params_total params_expert mode backend optimizer data device dtype seed steps batch_size seq_len "
-    "peak_memory_bytes peak_phase peak_expert_grad_bytes hooks_per_step step_time_ms tokens_per_second train_loss "
-    "heldout_loss heldout_perplexity grad_norm versions"
-).split()
+KEYS = {
+    *("model", "size", "params_total", "params_expert", "mode", "backend", "optimizer", "data", "device", "dtype"),
+    *("seed", "steps", "batch_size", "seq_len", "peak_memory_bytes", "peak_phase", "peak_expert_grad_bytes"),
+    *("hooks_per_step", "step_time_ms", "tokens_per_second", "train_loss", "heldout_loss", "heldout_perplexity"),
+    *("grad_norm", "versions"),
+}
 
 
 def command(*arguments, folder=None, cwd=ROOT, python=sys.executable):
@@ -42,7 +43,7 @@ def test_the_literal_command_leaves_all_figures(tmp_path):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "a run, 1=2"
     result = json.loads((folder / "result.json").read_text())
-    assert set(KEYS) <= set(result)
+    assert set(result) >= KEYS
     assert all(result[key] is not None for key in KEYS)
     assert result["hooks_per_step"] == 2
     assert result["steps"] == 4
@@ -126,7 +127,8 @@ def test_a_sweep_with_a_failing_job_finishes_the_others_and_fails(tmp_path):
     ids=" ".join,
 )
 def test_other_settings_train(tmp_path, arguments):
-    done = command(*SMALL, *arguments, folder=tmp_path)
+    small = [a for a in SMALL if "callbacks=none" not in arguments or not a.startswith("callbacks")]
+    done = command(*small, *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["heldout_loss"] > 0
@@ -136,16 +138,12 @@ def test_other_settings_train(tmp_path, arguments):
 
 @pytest.mark.slow
 def test_a_local_hugging_face_folder_trains(tmp_path):
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     import lightning_sonar.models as ours
+    from lightning_sonar.data import train_tokenizer
 
     folder = tmp_path / "checkpoint"
     ours.build("granite", num_layers=1).save_pretrained(folder)
-    vocabulary = {"<end>": 0, **{chr(i): i for i in range(1, 256)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
+    train_tokenizer(["def f(x): return the sum of x"] * 9, vocab_size=300).save_pretrained(folder)
     small = [argument for argument in SMALL if "num_layers" not in argument]
     done = command("model=hf", f"model.id='{folder}'", *small, folder=tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -159,24 +157,16 @@ def test_the_wheel_and_an_editable_install_find_their_configs(tmp_path):
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path), str(ROOT)], check=True
     )
     wheel = next(tmp_path.glob("*.whl"))
+    site = next(path for path in sys.path if path.endswith("site-packages"))
     code = (
-        "from lightning_sonar.config_dir import config_dir as c; print(c()); assert (c() / 'mode/sonar.yaml').is_file()"
+        "from lightning_sonar.config_dir import config_dir as c; assert (c() / 'mode/sonar.yaml').is_file(); print(c())"
     )
     for name, what in (("wheel", [str(wheel)]), ("editable", ["-e", str(ROOT), "--no-build-isolation"])):
-        venv.create(tmp_path / name, system_site_packages=True, with_pip=True)
+        venv.create(tmp_path / name, with_pip=True)
         python = tmp_path / name / "bin/python"
-        site = next(path for path in sys.path if path.endswith("site-packages"))
-        environment = {**os.environ, "PYTHONPATH": site}
-        subprocess.run(
-            [python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", *what], check=True, env=environment
-        )
-        package = (
-            ""
-            if name == "editable"
-            else f"import sys; sys.path.insert(0, '{tmp_path}/wheel/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages'); "
-        )
-        found = subprocess.run(
-            [python, "-c", package + code], check=True, env=environment, cwd=tmp_path, capture_output=True, text=True
-        )
-        where = str(tmp_path / "wheel") if name == "wheel" else str(ROOT)
-        assert found.stdout.startswith(where)
+        # The dependencies come from the environment of the tests, behind the package that is installed here.
+        packages = next((tmp_path / name / "lib").glob("python*/site-packages"))
+        (packages / "zz_dependencies.pth").write_text(site)
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", *what], check=True)
+        found = subprocess.run([python, "-c", code], check=True, cwd=tmp_path, capture_output=True, text=True)
+        assert found.stdout.startswith(str(packages if name == "wheel" else ROOT))

@@ -36,6 +36,11 @@ class SonarMoEStrategyMixin(_Base):
         accumulation: see `release_in_backward`.
         on_nonfinite: see `release_in_backward`.
         check: see `release_in_backward`.
+
+    Attributes:
+        in_backward: the handle of the fit under way, or None.
+        last_norm: the norm that the last clip measured, 0-dim, or None.
+        microbatches: the Trainer's ``accumulate_grad_batches``, which `SonarMoEMixin.sonar_step` applies.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class SonarMoEStrategyMixin(_Base):
         self.last_norm: Tensor | None = None
         self._trainer: Trainer | None = None
         self._taken_clip: float | None = None
+        self.microbatches = 1
         self._clipped = False
 
     # Lightning calls these, in this order.
@@ -68,11 +74,16 @@ class SonarMoEStrategyMixin(_Base):
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
         trainer = model.trainer
-        if not model.automatic_optimization and trainer.training and trainer.gradient_clip_val:
-            # Lightning refuses a clip value with manual optimization, because nobody would apply it. We do.
-            self._trainer = trainer
+        if model.automatic_optimization or not trainer.training:
+            return
+        # Lightning refuses these with manual optimization, because nobody would apply them. We do, and the mixin.
+        self._trainer = trainer
+        if trainer.gradient_clip_val:
             self._taken_clip = float(trainer.gradient_clip_val)
             trainer.gradient_clip_val = None
+        if hasattr(model, "sonar_step"):
+            self.microbatches = trainer.accumulate_grad_batches
+            trainer.accumulate_grad_batches = 1
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -139,8 +150,11 @@ class SonarMoEStrategyMixin(_Base):
             handle.remove()
             vars(self.precision_plugin).pop("clip_gradients", None)
         if self._trainer is not None:
-            self._trainer.gradient_clip_val = self._taken_clip
-            self._trainer, self._taken_clip = None, None
+            if self._taken_clip is not None:
+                self._trainer.gradient_clip_val = self._taken_clip
+            if self.microbatches != 1:
+                self._trainer.accumulate_grad_batches = self.microbatches
+            self._trainer, self._taken_clip, self.microbatches = None, None, 1
         self.last_norm = None
         super().teardown()
 
