@@ -23,6 +23,7 @@ from experiments.settings import PRECISIONS, SettingsError, device_of, settle
 from lightning_sonar import models
 from lightning_sonar.data import DataError
 from lightning_sonar.language_model import LanguageModel
+from lightning_sonar.strategies.checkpoints import CheckpointError
 
 console = Console(highlight=False)
 
@@ -31,7 +32,7 @@ def run_job(cfg: DictConfig, folder: Path) -> int:
     """Run the job and return its exit code; a user's mistake ends in one message, not in a traceback."""
     try:
         train(cfg, folder)
-    except (SettingsError, DataError) as error:
+    except (SettingsError, DataError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         (folder / "error.txt").write_text(f"{error}\n")
         return 2
@@ -68,19 +69,65 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         **cfg.model.overrides,
     )
     module = LanguageModel(
-        model, instantiate(cfg.optimizer), instantiate(cfg.scheduler), router_aux_loss=cfg.model.router_aux_loss
+        model,
+        instantiate(cfg.optimizer),
+        instantiate(cfg.scheduler),
+        router_aux_loss=cfg.model.router_aux_loss,
+        settings=OmegaConf.to_container(cfg),  # type: ignore[arg-type]
     )
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
     loggers = [instantiate(logger) for logger in cfg.logger.values()]
-    if any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    if saves:
         _check_disk(model, cfg, folder)
+    resume = find_checkpoint(cfg.ckpt_path, folder)
+    if resume is not None:
+        console.print(f"resuming from {resume}")
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False)
-    trainer.fit(module, data)
+    try:
+        trainer.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
+    except RuntimeError as error:
+        if resume and "Error(s) in loading state_dict" in str(error):
+            raise SettingsError(
+                f"ckpt_path={resume} holds another model: {str(error).splitlines()[1].strip()} Resume with the settings "
+                "of the run that wrote it; its folder has them in config.yaml."
+            ) from error
+        raise
+    if saves:
+        trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+    if cfg.export == "hf":
+        model.save_pretrained(folder / "hf")  # type: ignore[operator]
+        data.tokenizer.save_pretrained(folder / "hf")
     validation = trainer.validate(module, data, verbose=False)[0] if trainer.limit_val_batches else {}
     result = collect(cfg, trainer, model, dict(validation), folder)
     write_json(folder / "result.json", result)
     _show(result, folder)
     return result
+
+
+def find_checkpoint(wanted: str | None, folder: Path) -> str | None:
+    """The checkpoint to resume from.
+
+    ``"last"`` is the newest one in the run's own folder, or else the newest among the folders beside it, which the
+    default folders of runs of the same model and mode are.
+
+    Raises:
+        SettingsError: if there is none.
+    """
+    if wanted is None:
+        return None
+    if wanted != "last":
+        if not Path(wanted).exists():
+            raise SettingsError(f"ckpt_path={wanted}: there is no such file.")
+        return wanted
+    for places in (folder.glob("checkpoints/*.ckpt"), folder.parent.glob("*/checkpoints/*.ckpt")):
+        found = sorted(places, key=lambda path: path.stat().st_mtime)
+        if found:
+            return str(found[-1])
+    raise SettingsError(
+        f"ckpt_path=last: no checkpoint in {folder / 'checkpoints'}, nor in the runs beside it. Runs write them with "
+        "callbacks=checkpoint."
+    )
 
 
 def _tokenizer(cfg: DictConfig) -> Any:

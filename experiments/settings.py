@@ -153,6 +153,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.precision": tuple(PRECISIONS),
     "trainer.accelerator": ("auto", "cpu", "gpu", "cuda"),
     "trainer.gradient_clip_algorithm": ("norm", "value", "None"),
+    "export": ("None", "hf"),
 }
 
 _number = (int, float)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_sonar.clipping import ClipAlgorithm, check_clip, clip_norm_, clip_value_, with_gradients
+from lightning_sonar.clipping import ClipAlgorithm, check_clip, clip_norm_, clip_value_, global_norm, with_gradients
 from lightning_sonar.modes import Mode, mode_name, resolve_mode
 from lightning_sonar.nonfinite import Check, NonfiniteGuard, OnNonfinite
 from lightning_sonar.optim.step_one import Group, is_element_wise, step_slice, step_tensor
@@ -58,6 +58,7 @@ class InBackward:
         names: Mapping[int, str],
         accumulation: Accumulation,
         guard: NonfiniteGuard,
+        measure_norms: bool,
     ) -> None:
         self.mode = mode
         self.accumulation = accumulation
@@ -79,6 +80,9 @@ class InBackward:
         self._inside = False
         self._warned = False
         self._guard = guard
+        self._measure_norms = measure_norms
+        self._released_norms: dict[bool, list[Tensor]] = {True: [], False: []}
+        self._norms: dict[str, Tensor] = {}
 
     # What one can ask.
 
@@ -112,6 +116,13 @@ class InBackward:
     def skipped_tensors(self) -> int:
         """How many updates of one tensor were left out because its gradient was not finite. Reads the device."""
         return self._guard.skipped_tensors
+
+    def grad_norms(self) -> dict[str, Tensor]:
+        """Norms of the last step's gradients before clipping: ``experts``, ``dense``, ``total``, float32 and 0-dim.
+
+        Gathered in the hooks, without a device sync. Empty unless made with ``measure_norms=True``.
+        """
+        return dict(self._norms)
 
     def is_expert(self, tensor: Tensor) -> bool:
         return id(tensor) in self._expert_ids
@@ -156,6 +167,7 @@ class InBackward:
             The norm before clipping, 0-dim, in the gradients' dtype; ``None`` if no norm was taken.
         """
         self._enter("clip")
+        self._gather_norms()
         norm = None
         if max_norm > 0:
             tensors = with_gradients(self._parameters())
@@ -272,6 +284,8 @@ class InBackward:
         self._fired.add(id(tensor))
         for observer in self.observers:
             observer.on_gradient(tensor)
+        if self._measure_norms:
+            self._released_norms[self.is_expert(tensor)].append(torch.linalg.vector_norm(grad, dtype=torch.float32))
         if self.clip_value is not None and not self._guard.skipping:
             clip_value_([tensor], self.clip_value)
 
@@ -291,6 +305,20 @@ class InBackward:
         # A fused update does not bump the version counter, and a second backward through a graph that saved the
         # old weight would then silently use the new one.
         torch.autograd.graph.increment_version(tensor)
+
+    def _gather_norms(self) -> None:
+        if not self._measure_norms:
+            return
+        parts: list[Tensor] = []
+        for is_expert, name in ((True, "experts"), (False, "dense")):
+            norms = self._released_norms[is_expert]
+            left = global_norm(t for t in self._parameters() if self.is_expert(t) == is_expert)
+            norms = norms if left is None else [*norms, left.to(norms[0].device) if norms else left]
+            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+            self._norms[name] = norm
+            parts.append(norm)
+        self._norms["total"] = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
+        self._released_norms = {True: [], False: []}
 
     def _on_step(self, *_: Any) -> None:
         """The optimizer has stepped: the step is whole."""
@@ -350,6 +378,7 @@ def release_in_backward(
     accumulation: Accumulation = "exact",
     on_nonfinite: OnNonfinite = "skip",
     check: Check = "loss",
+    measure_norms: bool = False,
     names: Mapping[int, str] | None = None,
 ) -> InBackward:
     """Let the optimizer update ``tensors`` inside backward, each the moment its gradient is complete.
@@ -368,6 +397,7 @@ def release_in_backward(
             raises FloatingPointError, ``"ignore"`` does not look.
         check: ``"loss"``, or ``"gradient"`` to look at each gradient too: a tensor whose gradient is not finite is
             left out and counted.
+        measure_norms: keep the norms of each step's gradients for `InBackward.grad_norms`.
         names: names of further parameters by ``id``, for messages.
 
     Returns:
@@ -420,6 +450,7 @@ def release_in_backward(
         names=all_names,
         accumulation=accumulation,
         guard=NonfiniteGuard(on_nonfinite, check),
+        measure_norms=measure_norms,
     )
     handle._attach(optimizer)
     return handle

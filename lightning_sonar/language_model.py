@@ -32,6 +32,7 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
         optimizer: makes the optimizer from the parameters.
         scheduler: makes a learning-rate scheduler, stepped once a step; ``None`` for a constant rate.
         router_aux_loss: weight of the router's load-balancing loss; 0 leaves it out, as transformers does.
+        settings: whatever the module was made from, in plain containers; stands in its checkpoints.
     """
 
     def __init__(
@@ -40,8 +41,11 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
         optimizer: OptimizerFactory,
         scheduler: SchedulerFactory | None = None,
         router_aux_loss: float = 0.0,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        # Plain containers: a configuration object in a checkpoint could not be loaded with weights_only.
+        self.save_hyperparameters({"settings": dict(settings or {})}, logger=False)
         self.model = model
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler

@@ -1,13 +1,13 @@
 """Instruction data: built in, from a local file, or from the Hugging Face hub."""
 
-from .builtin import builtin_records
-from .encode import IGNORED, Example, collate, encode, encode_all
-from .errors import DataError
-from .files import read_records
-from .hub import load_alpaca
-from .module import InstructionData
-from .records import Record, Segment, from_alpaca, from_messages
-from .tokenizer import END_TOKEN, PAD_TOKEN, cached_tokenizer, train_tokenizer
+from lightning_sonar.data.builtin import builtin_records
+from lightning_sonar.data.encode import IGNORED, Example, collate, encode, encode_all
+from lightning_sonar.data.errors import DataError
+from lightning_sonar.data.files import read_records
+from lightning_sonar.data.hub import load_alpaca
+from lightning_sonar.data.module import InstructionData
+from lightning_sonar.data.records import Record, Segment, from_alpaca, from_messages
+from lightning_sonar.data.tokenizer import END_TOKEN, PAD_TOKEN, cached_tokenizer, train_tokenizer
 
 __all__ = [
     "END_TOKEN",

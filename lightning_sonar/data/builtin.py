@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from .cache import cache_folder, read_cached, write_cached
-from .errors import DataError
-from .records import Record, from_alpaca
+from lightning_sonar.data.cache import cache_folder, read_cached, write_cached
+from lightning_sonar.data.errors import DataError
+from lightning_sonar.data.records import Record, from_alpaca
 
 __all__ = ["builtin_records"]
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .errors import DataError
-from .records import Record
-from .tokenizer import single_threaded
+from lightning_sonar.data.errors import DataError
+from lightning_sonar.data.records import Record
+from lightning_sonar.data.tokenizer import single_threaded
 
 __all__ = ["IGNORED", "Example", "collate", "encode", "encode_all"]
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import DataError
-from .records import Record, from_alpaca, from_messages
+from lightning_sonar.data.errors import DataError
+from lightning_sonar.data.records import Record, from_alpaca, from_messages
 
 __all__ = ["read_records"]
 

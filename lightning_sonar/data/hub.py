@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from .errors import DataError
-from .records import Record, from_alpaca
+from lightning_sonar.data.errors import DataError
+from lightning_sonar.data.records import Record, from_alpaca
 
 __all__ = ["load_alpaca"]
 

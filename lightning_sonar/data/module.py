@@ -4,21 +4,21 @@ import logging
 import random
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from .builtin import builtin_records
-from .encode import Example, collate, encode_all
-from .errors import DataError
-from .files import read_records
-from .hub import load_alpaca
-from .records import Record
-from .tokenizer import cached_tokenizer
+from lightning_sonar.data.builtin import builtin_records
+from lightning_sonar.data.encode import Example, collate, encode_all
+from lightning_sonar.data.errors import DataError
+from lightning_sonar.data.files import read_records
+from lightning_sonar.data.hub import load_alpaca
+from lightning_sonar.data.loader import ResumableLoader, ShuffledBatches
+from lightning_sonar.data.records import Record
+from lightning_sonar.data.tokenizer import cached_tokenizer
 
 __all__ = ["SOURCES", "InstructionData", "split"]
 
@@ -172,30 +172,24 @@ class InstructionData(LightningDataModule):
         self._records = None  # encoded now; the texts need not stay in memory
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Training batches in an order that `seed` decides, all of them full."""
-        order = torch.Generator().manual_seed(self.seed)
-        return self._loader(self.train_set, self.batch_size, order)
+        """Training batches in an order that `seed` decides, all of them full; resumable in the middle of an epoch."""
+        batches = ShuffledBatches(len(self.train_set), self.batch_size, self.seed)
+        return ResumableLoader(self.train_set, batches, **self._loading())
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Held-out batches, always in the same order."""
-        return self._loader(self.heldout_set, self.eval_batch_size, None)
+        heldout = cast("Dataset[dict[str, Tensor]]", self.heldout_set)
+        return DataLoader(heldout, batch_size=self.eval_batch_size, shuffle=False, **self._loading())
 
-    def _loader(
-        self, examples: list[Example], batch_size: int, order: torch.Generator | None
-    ) -> DataLoader[dict[str, Tensor]]:
+    def _loading(self) -> dict[str, Any]:
         pad_id = self.tokenizer.pad_token_id
         if not isinstance(pad_id, int):  # padding is masked everywhere, so any token will do
             pad_id = 0
-        return DataLoader(
-            cast("Dataset[dict[str, Tensor]]", examples),
-            batch_size=batch_size,
-            shuffle=order is not None,
-            generator=order,
-            drop_last=order is not None,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            collate_fn=partial(collate, pad_id=pad_id, pad_to=self.seq_len if self.pad_to_seq_len else None),
-        )
+        return {
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "collate_fn": partial(collate, pad_id=pad_id, pad_to=self.seq_len if self.pad_to_seq_len else None),
+        }
 
     def _load(self) -> list[Record]:
         if self._records is None:

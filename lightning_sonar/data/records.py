@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import DataError
+from lightning_sonar.data.errors import DataError
 
 __all__ = ["Record", "Segment", "from_alpaca", "from_messages"]
 

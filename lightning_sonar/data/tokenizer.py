@@ -10,8 +10,8 @@ from pathlib import Path
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from .cache import cache_folder, read_cached, write_cached
-from .errors import DataError
+from lightning_sonar.data.cache import cache_folder, read_cached, write_cached
+from lightning_sonar.data.errors import DataError
 
 __all__ = ["END_TOKEN", "PAD_TOKEN", "cached_tokenizer", "single_threaded", "train_tokenizer"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .report import (
+from lightning_sonar.memory.report import (
     ACTIVATIONS,
     DENSE_GRADIENTS,
     EXPERT_GRADIENTS,

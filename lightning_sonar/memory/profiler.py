@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from .report import CUDA_ALLOCATOR, MemoryReport, write_atomically
-from .timing import StepTimes
-from .watch import Watch
+from lightning_sonar.memory.report import CUDA_ALLOCATOR, MemoryReport, write_atomically
+from lightning_sonar.memory.timing import StepTimes
+from lightning_sonar.memory.watch import Watch
 
 # A manual loop that steps its optimizers behind Lightning's back shows no end of a step. After this many
 # batches each batch counts as one, so that a watched step cannot go on for ever.
@@ -253,7 +253,7 @@ class MemoryProfiler(pl.Callback):
             self._engine = None
 
     def _write(self, report: MemoryReport, folder: Path) -> None:
-        from .figure import draw_memory
+        from lightning_sonar.memory.figure import draw_memory
 
         report.save(folder / "memory.json")
         if self.figure:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .ledger import OTHER, Ledger
+from lightning_sonar.memory.ledger import OTHER, Ledger
 
 PARAMETERS = "parameters"
 OPTIMIZER_STATE = "optimizer_state"

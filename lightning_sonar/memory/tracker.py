@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .ledger import OTHER, Ledger, Record
+from lightning_sonar.memory.ledger import OTHER, Ledger, Record
 
 _running: list[StorageTracker] = []
 _plain_resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from .report import (
+from lightning_sonar.memory.report import (
     DENSE_GRADIENTS,
     EXPERT_GRADIENTS,
     OPTIMIZER_STATE,
@@ -17,7 +17,7 @@ from .report import (
     MemoryReport,
     report_of,
 )
-from .tracker import StorageTracker
+from lightning_sonar.memory.tracker import StorageTracker
 
 
 class Watch:

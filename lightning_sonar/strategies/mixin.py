@@ -14,6 +14,7 @@ from lightning_sonar.experts import ExpertTensors, find_expert_tensors
 from lightning_sonar.in_backward import Accumulation, InBackward, release_in_backward
 from lightning_sonar.modes import ExpertClip, Mode, resolve_mode
 from lightning_sonar.nonfinite import Check, OnNonfinite
+from lightning_sonar.strategies.checkpoints import AtomicCheckpointIO, refuse_in_mid_step
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -36,6 +37,8 @@ class SonarMoEStrategyMixin(_Base):
         accumulation: see `release_in_backward`.
         on_nonfinite: see `release_in_backward`.
         check: see `release_in_backward`.
+        log_grad_norm: log the true norms of expert and dense gradients before clipping, as ``grad_norm/experts``,
+            ``grad_norm/dense`` and ``grad_norm/total``. Reads each gradient once more.
 
     Attributes:
         in_backward: the handle of the fit under way, or None.
@@ -52,8 +55,11 @@ class SonarMoEStrategyMixin(_Base):
         accumulation: Accumulation = "exact",
         on_nonfinite: OnNonfinite = "skip",
         check: Check = "loss",
+        log_grad_norm: bool = False,
         **kwargs: Any,
     ) -> None:
+        # Lightning's own writer builds the file in memory first.
+        kwargs["checkpoint_io"] = kwargs.get("checkpoint_io") or AtomicCheckpointIO()
         super().__init__(*args, **kwargs)
         if expert_clip not in get_args(ExpertClip):
             raise ValueError(f"expert_clip={expert_clip!r}: expected one of {', '.join(get_args(ExpertClip))}.")
@@ -62,6 +68,7 @@ class SonarMoEStrategyMixin(_Base):
         self.accumulation: Accumulation = accumulation
         self.on_nonfinite: OnNonfinite = on_nonfinite
         self.check: Check = check
+        self.log_grad_norm = log_grad_norm
         self.in_backward: InBackward | None = None
         self.last_norm: Tensor | None = None
         self._trainer: Trainer | None = None
@@ -97,11 +104,14 @@ class SonarMoEStrategyMixin(_Base):
             accumulation=self.accumulation,
             on_nonfinite=self.on_nonfinite,
             check=self.check,
+            measure_norms=self.log_grad_norm,
             names={id(parameter): name for name, parameter in model.named_parameters()},
         )
         if self._algorithm(trainer) == "value":
             handle.clip_value = self._clip_val(trainer)
         self.in_backward = handle
+        # State from the start: memory does not grow after the first step, and a resumed run needs no more than this one.
+        getattr(self.optimizers[0], "init_state", lambda: None)()
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -136,7 +146,19 @@ class SonarMoEStrategyMixin(_Base):
         if handle is not None:
             # Lightning would keep the gradients until after the next forward: memory at the worst moment.
             optimizer.zero_grad(set_to_none=True)
+            if self.log_grad_norm and module is not None:
+                module.log_dict({f"grad_norm/{part}": norm for part, norm in handle.grad_norms().items()})
         return output
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if refuse_in_mid_step(self.in_backward, filepath):
+            warnings.warn(
+                f"{filepath} was not written: training stopped between backward and the optimizer's step, where expert "
+                "tensors are one step ahead of dense parameters. Resume from the checkpoint before it.",
+                stacklevel=2,
+            )
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
         handle, self.in_backward = self.in_backward, None

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_sonar.strategies.mixin import SonarMoEStrategyMixin
 
+if TYPE_CHECKING:
+    _Base = SingleDeviceStrategy
+else:
+    _Base = object
 
-class SonarMoEStrategy(SonarMoEStrategyMixin, SingleDeviceStrategy):
-    """Updates expert tensors inside backward, on one device::
 
-        trainer = L.Trainer(strategy=SonarMoEStrategy(), gradient_clip_val=1.0, precision="bf16-true")
-        trainer.fit(any_lightning_module_unchanged, data)
-
-    The device is the Trainer's (``accelerator``, ``devices``) unless ``device`` is given. The arguments are those of
-    `SonarMoEStrategyMixin`: ``mode``, ``experts``, ``expert_clip``, ``accumulation``, ``on_nonfinite``, ``check``.
-    """
-
-    strategy_name = "sonar_moe"
+class TrainersDevice(_Base):
+    """Lets a single-device strategy run on the device that the Trainer chooses, unless one is given."""
 
     def __init__(self, device: str | torch.device | None = None, **kwargs: Any) -> None:
         super().__init__(device="cpu" if device is None else device, **kwargs)
@@ -37,3 +33,16 @@ class SonarMoEStrategy(SonarMoEStrategyMixin, SingleDeviceStrategy):
                 f"SonarMoEStrategy runs on one device, but the Trainer was given {len(devices)}. Set devices=1."
             )
         return devices[0]
+
+
+class SonarMoEStrategy(SonarMoEStrategyMixin, TrainersDevice, SingleDeviceStrategy):
+    """Updates expert tensors inside backward, on one device::
+
+        trainer = L.Trainer(strategy=SonarMoEStrategy(), gradient_clip_val=1.0, precision="bf16-true")
+        trainer.fit(any_lightning_module_unchanged, data)
+
+    The device is the Trainer's (``accelerator``, ``devices``) unless ``device`` is given. The other arguments are those
+    of `SonarMoEStrategyMixin`.
+    """
+
+    strategy_name = "sonar_moe"
