@@ -73,7 +73,7 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
     loggers = [instantiate(logger) for logger in cfg.logger.values()]
     if any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-        _check_disk(model, cfg, folder)
+        _check_disk(model, folder)
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False)
     trainer.fit(module, data)
     validation = trainer.validate(module, data, verbose=False)[0] if trainer.limit_val_batches else {}
@@ -96,7 +96,7 @@ def _tokenizer(cfg: DictConfig) -> Any:
         raise SettingsError(f"The tokenizer of {source} could not be loaded: {error}") from error
 
 
-def _check_disk(model: torch.nn.Module, cfg: DictConfig, folder: Path) -> None:
+def _check_disk(model: torch.nn.Module, folder: Path) -> None:
     need = sum(p.numel() * p.element_size() for p in model.parameters()) * 3
     free = shutil.disk_usage(folder).free
     if need > free:

@@ -106,7 +106,7 @@ def report(folders: list[Path], out: Path, failed: Mapping[str, int] | None = No
     results, without = read_results(folders)
     rows = rows_of(results)
     # A table squeezed into a narrow terminal loses its figures; one that the terminal wraps does not.
-    console = Console(width=max(console.width, 150), highlight=False)
+    console = Console(width=max(Console().width, 150), highlight=False)
     table = Table(title=f"{len(rows)} runs", box=box.SIMPLE)
     for column in COLUMNS:
         table.add_column(column, no_wrap=True)
