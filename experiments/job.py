@@ -79,7 +79,7 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     loggers = [instantiate(logger) for logger in cfg.logger.values()]
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     if saves:
-        _check_disk(model, cfg, folder)
+        _check_disk(model, folder)
     resume = find_checkpoint(cfg.ckpt_path, folder)
     if resume is not None:
         console.print(f"resuming from {resume}")
@@ -89,8 +89,8 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     except RuntimeError as error:
         if resume and "Error(s) in loading state_dict" in str(error):
             raise SettingsError(
-                f"ckpt_path={resume} holds another model: {str(error).splitlines()[1].strip()} Resume with the settings "
-                "of the run that wrote it; its folder has them in config.yaml."
+                f"ckpt_path={resume} holds another model: {str(error).splitlines()[1].strip()} Resume with the "
+                "settings of the run that wrote it; its folder has them in config.yaml."
             ) from error
         raise
     if saves:
@@ -143,7 +143,7 @@ def _tokenizer(cfg: DictConfig) -> Any:
         raise SettingsError(f"The tokenizer of {source} could not be loaded: {error}") from error
 
 
-def _check_disk(model: torch.nn.Module, cfg: DictConfig, folder: Path) -> None:
+def _check_disk(model: torch.nn.Module, folder: Path) -> None:
     need = sum(p.numel() * p.element_size() for p in model.parameters()) * 3
     free = shutil.disk_usage(folder).free
     if need > free:

@@ -15,6 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -104,8 +105,11 @@ def report(folders: list[Path], out: Path, failed: Mapping[str, int] | None = No
     """Print the table and write ``summary.md`` and ``summary.csv`` into ``out``; returns the rows."""
     results, without = read_results(folders)
     rows = rows_of(results)
-    console = Console()
-    table = Table(*COLUMNS, title=f"{len(rows)} runs")
+    # A table squeezed into a narrow terminal loses its figures; one that the terminal wraps does not.
+    console = Console(width=max(Console().width, 150), highlight=False)
+    table = Table(title=f"{len(rows)} runs", box=box.SIMPLE)
+    for column in COLUMNS:
+        table.add_column(column, no_wrap=True)
     for row in rows:
         table.add_row(*(row[column] for column in COLUMNS))
     console.print(table)

@@ -12,6 +12,7 @@ from helpers import PRECISION, AutomaticLM, batches, differing, fused, loader, m
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_sonar import MODES, SonarMoEStrategy
+from lightning_sonar.data.loader import ResumableLoader, ShuffledBatches
 from lightning_sonar.language_model import LanguageModel
 from lightning_sonar.strategies.checkpoints import AtomicCheckpointIO, CheckpointError, bytes_of
 
@@ -20,13 +21,16 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 DATA = batches(6)
 
 
+def resumable():
+    return ResumableLoader(DATA, ShuffledBatches(len(DATA), 1, seed=0), collate_fn=lambda examples: examples[0])
+
+
 def run(mode, steps, *, automatic=True, dtype=torch.float32, ckpt=None, optimizer=None, seed=0, **options):
-    """Train in a mode (None: plain Lightning); a resumed run starts from other weights and skips what it has seen."""
+    """Train in a mode (None: plain Lightning)."""
     module = (AutomaticLM if automatic else LanguageModel)(small_model(dtype=dtype, seed=seed), optimizer or fused())
     strategy = "auto" if mode is None else SonarMoEStrategy(mode=mode)
-    trainer = make_trainer(strategy, steps, PRECISION[dtype], None, **options)
-    data = DATA if ckpt is None else DATA[3:]
-    trainer.fit(module, loader(data), ckpt_path=ckpt, weights_only=True if ckpt else None)
+    trainer = make_trainer(strategy, steps, PRECISION[dtype], None, max_epochs=-1, **options)
+    trainer.fit(module, resumable(), ckpt_path=ckpt, weights_only=True if ckpt else None)
     assert trainer.global_step == steps
     return trainer, module
 
@@ -77,7 +81,9 @@ def test_bfloat16_runs_resume_bitwise_and_their_moments_stay_bfloat16(mode, half
 
 
 @pytest.mark.parametrize("mode", ["standard", "sonar"])
-def test_plain_lightning_with_torchs_adamw_goes_on_where_a_mode_stopped_and_the_reverse(mode, half_way, straight, tmp_path):
+def test_plain_lightning_with_torchs_adamw_goes_on_where_a_mode_stopped_and_the_reverse(
+    mode, half_way, straight, tmp_path
+):
     plain = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)}
     forth = snapshot(*run(None, 6, ckpt=half_way(mode, True, torch.float32), seed=9, **plain))
     assert differing(forth, straight(True, torch.float32)) == []
@@ -170,9 +176,13 @@ def test_a_file_that_cannot_be_resumed_from_is_named_and_left_alone(tmp_path, ki
     if kind in ("weights", "pickle"):
         torch.save({"weight": torch.zeros(2)} if kind == "weights" else [1, 2], path)
     else:
-        path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "text": b"hello, this is no checkpoint"}[kind])
+        path.write_bytes(
+            {"truncated": whole[: len(whole) // 2], "empty": b"", "text": b"hello, this is no checkpoint"}[kind]
+        )
     before = path.read_bytes()
-    with pytest.raises(CheckpointError, match=r"broken.ckpt (cannot be read|is no checkpoint).*left as it is|left as it was"):
+    with pytest.raises(
+        CheckpointError, match=r"broken.ckpt (cannot be read|is no checkpoint).*left as it is|left as it was"
+    ):
         run("sonar", 6, ckpt=str(path))
     assert path.read_bytes() == before
 

@@ -111,10 +111,22 @@ def test_the_command_resumes_exports_and_explains_what_it_cannot_resume_from(tmp
         assert done.returncode == 2
         assert message in done.stderr
         assert "Traceback" not in done.stderr
-    done = command(*small, "trainer.max_steps=8", f"ckpt_path='{tmp_path}/a/checkpoints/last.ckpt'", "seed=5", folder=tmp_path / "d")
+    done = command(
+        *small,
+        "trainer.max_steps=8",
+        f"ckpt_path='{tmp_path}/a/checkpoints/last.ckpt'",
+        "seed=5",
+        folder=tmp_path / "d",
+    )
     assert done.returncode == 2
     assert "seed was 0 and is 5" in done.stderr
-    done = command(*small, "trainer.max_steps=8", f"ckpt_path='{tmp_path}/a/checkpoints/last.ckpt'", "model.num_layers=2", folder=tmp_path / "e")
+    done = command(
+        *small,
+        "trainer.max_steps=8",
+        f"ckpt_path='{tmp_path}/a/checkpoints/last.ckpt'",
+        "model.num_layers=2",
+        folder=tmp_path / "e",
+    )
     assert done.returncode == 2
     assert "another model" in done.stderr
     (tmp_path / "lonely").mkdir()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 both = pytest.mark.parametrize("automatic", [False, True], ids=["manual", "automatic"])
 
 
-def agree(make_callbacks=lambda: [], prepare=lambda model: None, automatic=True, optimizer=None, data=None, **options):
+def agree(make_callbacks=list, prepare=lambda model: None, automatic=True, optimizer=None, data=None, **options):
     """The same run with and without hooks gives the same weights and states, bit for bit."""
     results = []
     for mode in ("standard_no_expert_clip", "sonar"):
@@ -53,7 +53,9 @@ def test_parameter_groups_with_different_weight_decay(automatic):
         parameters = list(parameters)
         matrices = [p for p in parameters if p.ndim >= 2]
         vectors = [p for p in parameters if p.ndim < 2]
-        return FusedAdamW([{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+        return FusedAdamW(
+            [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2
+        )
 
     agree(automatic=automatic, optimizer=optimizer)
 
@@ -65,7 +67,9 @@ def test_frozen_parameters_stay_and_the_others_train(automatic):
             if "layers.0" in name or "embed" in name:
                 parameter.requires_grad_(False)
 
-    _, module = agree(prepare=freeze, automatic=automatic, optimizer=lambda p: FusedAdamW([q for q in p if q.requires_grad]))
+    _, module = agree(
+        prepare=freeze, automatic=automatic, optimizer=lambda p: FusedAdamW([q for q in p if q.requires_grad])
+    )
     fresh = dict(small_model().named_parameters())
     moved = {name for name, p in module.model.named_parameters() if not torch.equal(p, fresh[name])}
     assert moved == {name for name in fresh if not ("layers.0" in name or "embed" in name)}
@@ -75,7 +79,12 @@ def test_frozen_parameters_stay_and_the_others_train(automatic):
 def test_weight_averaging_and_swa(automatic):
     agree(lambda: [WeightAveraging()], automatic=automatic, data=batches(4), steps=-1, max_epochs=2)
     if automatic:
-        agree(lambda: [StochasticWeightAveraging(swa_lrs=5e-3, swa_epoch_start=1)], data=batches(4), steps=-1, max_epochs=3)
+        agree(
+            lambda: [StochasticWeightAveraging(swa_lrs=5e-3, swa_epoch_start=1)],
+            data=batches(4),
+            steps=-1,
+            max_epochs=3,
+        )
 
 
 @both
@@ -98,10 +107,10 @@ def test_learning_rate_monitor_sees_the_live_rate(automatic, tmp_path):
 
 @both
 def test_model_checkpoint_counts_steps(automatic, tmp_path):
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    agree(lambda: [ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")], automatic=automatic,
-          steps=5, enable_checkpointing=True)  # fmt: skip
-    del saver
+    def savers():
+        return [ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
+
+    agree(savers, automatic=automatic, steps=5, enable_checkpointing=True)
     assert {path.stem.split("-")[0] for path in tmp_path.glob("*.ckpt")} == {"step=2", "step=4"}
 
 
@@ -158,7 +167,9 @@ def test_the_module_can_be_copied_and_pickled_during_and_after_training(automati
 
 
 @both
-@pytest.mark.parametrize("mode", ["standard", "standard_no_expert_clip", "sonar", "sonar_per_expert", "in_backward_all"])
+@pytest.mark.parametrize(
+    "mode", ["standard", "standard_no_expert_clip", "sonar", "sonar_per_expert", "in_backward_all"]
+)
 def test_true_gradient_norms_are_logged_in_every_mode(mode, automatic):
     wanted, logged = [], []
 

@@ -10,6 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from helpers import small_model
 
 from lightning_sonar import MODES
 
@@ -137,6 +138,23 @@ def test_other_settings_train(tmp_path, arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["olmoe", "granite"])
+def test_sonar_peaks_at_least_15_percent_lower_at_the_tiny_sizes_defaults(tmp_path, model):
+    peaks = {}
+    for mode in ("standard_no_expert_clip", "sonar"):
+        folder = tmp_path / mode
+        done = command(
+            f"model={model}", f"mode={mode}", "trainer.max_steps=6", "trainer.limit_val_batches=1", folder=folder
+        )
+        assert done.returncode == 0, done.stderr
+        result = json.loads((folder / "result.json").read_text())
+        peaks[mode] = result["peak_memory_bytes"]
+    assert peaks["sonar"] <= 0.85 * peaks["standard_no_expert_clip"]
+    memory = json.loads((tmp_path / "sonar/memory.json").read_text())
+    assert memory["peak_expert_gradients"] == 1
+
+
+@pytest.mark.slow
 def test_a_local_hugging_face_folder_trains(tmp_path):
     import lightning_sonar.models as ours
     from lightning_sonar.data import train_tokenizer
@@ -170,3 +188,12 @@ def test_the_wheel_and_an_editable_install_find_their_configs(tmp_path):
         subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", *what], check=True)
         found = subprocess.run([python, "-c", code], check=True, cwd=tmp_path, capture_output=True, text=True)
         assert found.stdout.startswith(str(packages if name == "wheel" else ROOT))
+
+
+def test_a_run_that_will_write_checkpoints_looks_at_the_disk_first(tmp_path, monkeypatch):
+    from experiments.job import _check_disk
+    from experiments.settings import SettingsError
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(SettingsError, match=r"needs about 0\.0 GB, but .* has 0\.0 GB free. Free some disk"):
+        _check_disk(small_model(), tmp_path)

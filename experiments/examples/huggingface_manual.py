@@ -1,5 +1,7 @@
 """A Hugging Face MoE with manual optimization: `sonar_step` is backward, dense clip, step and schedule."""
 
+from typing import Any
+
 import lightning as L
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ class Mixtral(SonarMoEMixin, L.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return self.sonar_step(loss)
 
-    def configure_optimizers(self) -> dict:
+    def configure_optimizers(self) -> Any:
         optimizer = FusedAdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -73,7 +73,11 @@ class ResumableLoader(DataLoader[Any]):
             DataError: if data, batch size or seed are others than those of the state.
         """
         mine = self.state_dict()
-        other = [f"{key} was {state[key]} and is {mine[key]}" for key in ("size", "batch_size", "seed") if state[key] != mine[key]]
+        other = [
+            f"{key} was {state[key]} and is {mine[key]}"
+            for key in ("size", "batch_size", "seed")
+            if state[key] != mine[key]
+        ]
         if other:
             raise DataError(
                 f"The checkpoint's training data cannot be continued: {'; '.join(other)}. Resume with the same data, "

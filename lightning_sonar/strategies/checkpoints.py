@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_sonar.in_backward import InBackward
 
+
 class CheckpointError(ValueError):
     """A file that cannot be resumed from."""
 
@@ -32,7 +33,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     paths go Lightning's way. Free disk is looked at before anything is written.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write ``checkpoint``.
 
         Raises:
@@ -55,7 +56,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             partial.unlink(missing_ok=True)
             raise
 
-    def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint; arguments as in Lightning's.
 
         Raises:
@@ -67,9 +68,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except (EOFError, RuntimeError, pickle.UnpicklingError, KeyError) as error:
             if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error).lower():
                 raise
+            detail = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             raise CheckpointError(
-                f"{path} cannot be read as a checkpoint ({type(error).__name__}: {str(error).splitlines()[0][:200]}). It "
-                "is truncated or of another kind; it was left as it is. Choose another checkpoint."
+                f"{path} cannot be read as a checkpoint ({detail}). It is truncated "
+                "or of another kind; it was left as it is. Choose another checkpoint."
             ) from error
         if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
             found = sorted(map(str, checkpoint))[:5] if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
@@ -103,8 +105,8 @@ def _check_disk(checkpoint: dict[str, Any], target: Path) -> None:
     need, free = bytes_of(checkpoint), shutil.disk_usage(target.parent).free
     if need > free:
         raise OSError(
-            f"The checkpoint {target} needs {need / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} GB free; nothing was "
-            "written. Free some disk, or save without optimizer state (save_weights_only=True)."
+            f"The checkpoint {target} needs {need / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} GB free; nothing "
+            "was written. Free some disk, or save without optimizer state (save_weights_only=True)."
         )
 
 

@@ -110,7 +110,7 @@ class SonarMoEStrategyMixin(_Base):
         if self._algorithm(trainer) == "value":
             handle.clip_value = self._clip_val(trainer)
         self.in_backward = handle
-        # State from the start: memory does not grow after the first step, and a resumed run needs no more than this one.
+        # State from the start: memory does not grow after the first step, and resuming needs no more than training.
         getattr(self.optimizers[0], "init_state", lambda: None)()
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
 
