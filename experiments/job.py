@@ -12,13 +12,14 @@ from typing import Any
 
 import lightning as L
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.panel import Panel
 
-from experiments.result import collect, write_json
+from experiments.result import History, collect, write_json
 from experiments.settings import PRECISIONS, SettingsError, device_of, settle
 from lightning_sonar import models
 from lightning_sonar.data import DataError
@@ -32,11 +33,13 @@ def run_job(cfg: DictConfig, folder: Path) -> int:
     """Run the job and return its exit code; a user's mistake ends in one message, not in a traceback."""
     try:
         train(cfg, folder)
-    except (SettingsError, DataError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        (folder / "error.txt").write_text(f"{error}\n")
-        return 2
-    except Exception:
+    except Exception as error:
+        # Hydra wraps what a class says about its arguments.
+        cause = error.__cause__ if isinstance(error, InstantiationException) else error
+        if isinstance(cause, (SettingsError, DataError, CheckpointError)):
+            print(f"error: {cause}", file=sys.stderr)
+            (folder / "error.txt").write_text(f"{cause}\n")
+            return 2
         (folder / "error.txt").write_text(traceback.format_exc())
         raise
     return 0
@@ -53,21 +56,7 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
 
     data = instantiate(cfg.data, tokenizer=_tokenizer(cfg))
     data.setup("fit")
-    model = models.build(
-        cfg.model.name,
-        cfg.model.size,
-        num_layers=cfg.model.num_layers,
-        pretrained=cfg.model.pretrained,
-        model_id=cfg.model.id,
-        backend=cfg.backend.name,
-        dtype=PRECISIONS[str(cfg.trainer.precision)],
-        device=device_of(cfg),
-        low_memory=cfg.model.low_memory,
-        attn_implementation=cfg.model.attn_implementation,
-        checkpointing=cfg.model.checkpointing,
-        trust_remote_code=cfg.model.trust_remote_code,
-        **cfg.model.overrides,
-    )
+    model = _build(cfg)
     module = LanguageModel(
         model,
         instantiate(cfg.optimizer),
@@ -75,7 +64,8 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         router_aux_loss=cfg.model.router_aux_loss,
         settings=OmegaConf.to_container(cfg),  # type: ignore[arg-type]
     )
-    callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
+    history = History()
+    callbacks = [history, *(instantiate(callback) for callback in cfg.callbacks.values())]
     loggers = [instantiate(logger) for logger in cfg.logger.values()]
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     if saves:
@@ -99,10 +89,31 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         model.save_pretrained(folder / "hf")  # type: ignore[operator]
         data.tokenizer.save_pretrained(folder / "hf")
     validation = trainer.validate(module, data, verbose=False)[0] if trainer.limit_val_batches else {}
-    result = collect(cfg, trainer, model, dict(validation), folder)
+    result = collect(cfg, trainer, model, dict(validation), history.losses)
     write_json(folder / "result.json", result)
     _show(result, folder)
     return result
+
+
+def _build(cfg: DictConfig) -> torch.nn.Module:
+    try:
+        return models.build(
+            cfg.model.name,
+            cfg.model.size,
+            num_layers=cfg.model.num_layers,
+            pretrained=cfg.model.pretrained,
+            model_id=cfg.model.id,
+            backend=cfg.backend.name,
+            dtype=PRECISIONS[str(cfg.trainer.precision)],
+            device=device_of(cfg),
+            low_memory=cfg.model.low_memory,
+            attn_implementation=cfg.model.attn_implementation,
+            checkpointing=cfg.model.checkpointing,
+            trust_remote_code=cfg.model.trust_remote_code,
+            **cfg.model.overrides,
+        )
+    except (ValueError, ImportError, OSError) as error:
+        raise SettingsError(f"The model could not be built: {error}") from error
 
 
 def find_checkpoint(wanted: str | None, folder: Path) -> str | None:
@@ -139,7 +150,7 @@ def _tokenizer(cfg: DictConfig) -> Any:
     source = cfg.model.id if cfg.model.name == "hf" else models.PRESETS[cfg.model.name].hub_id
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=cfg.model.trust_remote_code)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise SettingsError(f"The tokenizer of {source} could not be loaded: {error}") from error
 
 

@@ -15,15 +15,26 @@ from omegaconf import DictConfig
 from experiments.overrides import OverrideError, check_overrides, split_arguments
 from lightning_sonar.config_dir import config_dir
 
+# What belongs to the sweep as a whole and not to its jobs.
+OF_THE_SWEEP = (
+    "hydra.sweep",
+    "hydra.run",
+    "hydra.mode",
+    "hydra.sweeper",
+    "hydra.launcher",
+    "hydra/sweeper",
+    "hydra/launcher",
+)
+
 
 def launch(script: Path, arguments: list[str]) -> int:
     """Run the command line and return the exit code."""
     flags, overrides = split_arguments(arguments)
     directory = config_dir()
-    asks = any(flag in flags for flag in ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"))
-    if not asks and not any(
-        flag in flags for flag in ("--config-path", "-cp", "--config-dir", "-cd", "--config-name", "-cn")
-    ):
+    given = {flag.split("=", 1)[0] for flag in flags}
+    asks = given & {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
+    elsewhere = given & {"--config-path", "-cp", "--config-dir", "-cd", "--config-name", "-cn"}
+    if not asks and not elsewhere:
         try:
             check_overrides(overrides, directory)
         except OverrideError as error:
@@ -37,8 +48,9 @@ def launch(script: Path, arguments: list[str]) -> int:
         if settings.mode == RunMode.MULTIRUN:
             folder = Path(settings.runtime.output_dir)
             sweep[:] = [Path(settings.sweep.dir).absolute()]
-            codes[folder.name] = _spawn(script, flags, list(settings.overrides.task), folder)
-            return codes[folder.name]
+            hydras = [o for o in settings.overrides.hydra if not o.startswith(OF_THE_SWEEP)]
+            codes[str(folder)] = _spawn(script, flags, [*settings.overrides.task, *hydras], folder)
+            return codes[str(folder)]
         from experiments.job import run_job
 
         codes["run"] = run_job(cfg, Path(settings.runtime.output_dir))
@@ -49,7 +61,9 @@ def launch(script: Path, arguments: list[str]) -> int:
         from experiments.report import report
 
         report([sweep[0]], sweep[0], failed={name: code for name, code in codes.items() if code})
-    return max(codes.values(), default=0)
+    failed = [code for code in codes.values() if code]
+    # A job that a signal ended has a negative code, which a shell would not see as one.
+    return (failed[0] if failed[0] > 0 else 1) if failed else 0
 
 
 def _spawn(script: Path, flags: list[str], overrides: list[str], folder: Path) -> int:

@@ -15,7 +15,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-FLAGS_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun")
+FLAGS_WITH_VALUE = (
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun"),
+    *("--package", "-p", "--cfg", "-c", "--info", "-i"),
+)
 
 
 class OverrideError(ValueError):
@@ -28,7 +31,7 @@ def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     overrides: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:
-        if argument in FLAGS_WITH_VALUE or argument in ("--package", "-p"):
+        if argument in FLAGS_WITH_VALUE:
             flags += [argument, next(remaining, "")]
         elif argument.startswith("-"):
             flags.append(argument)
@@ -76,7 +79,7 @@ def _compose(overrides: list[str], directory: Path, config_name: str) -> DictCon
             return compose(config_name, overrides=overrides)
         except (HydraException, OmegaConfBaseException) as error:
             bad = next((o for o in overrides if not _composes([o], config_name)), None)
-            raise OverrideError(_explain(bad, error, config_name)) from error
+            raise OverrideError(_explain(bad, error, config_name, directory)) from error
 
 
 def _composes(overrides: list[str], config_name: str) -> bool:
@@ -87,12 +90,15 @@ def _composes(overrides: list[str], config_name: str) -> bool:
     return True
 
 
-def _explain(override: str | None, error: Exception, config_name: str) -> str:
+def _explain(override: str | None, error: Exception, config_name: str, directory: Path) -> str:
     if override is None or "=" not in override:
         return str(error)
     key = override.split("=", 1)[0].lstrip("+~")
     if key.startswith("hydra") or override.startswith(("+", "~")):
         return str(error)
+    if (directory / key).is_dir():
+        choices = ", ".join(sorted(path.stem for path in (directory / key).glob("*.yaml")))
+        return f"{override}: there is no {key} of that name. Choose one of {choices}."
     config = compose(config_name)
     node: Any = config
     parent = ""
@@ -109,5 +115,10 @@ def _explain(override: str | None, error: Exception, config_name: str) -> str:
     where = f"{parent!r}" if parent else "the configuration"
     close = difflib.get_close_matches(missing, valid, n=1)
     hint = f" Did you mean {parent + '.' if parent else ''}{close[0]}?" if close else ""
-    listing = f" Valid keys there: {', '.join(valid)}." if valid else " It is a value and has no keys."
+    if valid:
+        listing = f" Valid keys there: {', '.join(valid)}."
+    elif isinstance(node, DictConfig):
+        listing = f" It is empty: add a key with +{override}."
+    else:
+        listing = " It is a value and has no keys."
     return f"{override}: {where} has no key {missing!r}.{hint}{listing}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning_sonar.modes import MODES
 
 COLUMNS = (
     "model",
+    "settings",
     "backend",
     "mode",
     "peak GB",
@@ -32,7 +34,10 @@ COLUMNS = (
     "held-out loss",
     "gives up",
 )
-_SETTING = ("model", "size", "backend", "optimizer", "data", "dtype", "batch_size", "seq_len", "seed", "steps")
+_SETTING = ("model", "size", "params_total", "backend", "optimizer", "data", "precision", "batch_size", "seq_len")
+_SETTING += ("seed", "steps", "settings")
+# These have columns of their own, or decide where things go.
+_SHOWN_ELSEWHERE = re.compile(r"(mode|model|backend|hydra\..*|ckpt_path|export)=")
 
 
 def read_results(folders: Iterable[Path]) -> tuple[list[dict[str, Any]], list[Path]]:
@@ -45,10 +50,19 @@ def read_results(folders: Iterable[Path]) -> tuple[list[dict[str, Any]], list[Pa
         for config in sorted(folder.rglob(".hydra/config.yaml"), key=_natural):
             run = config.parent.parent
             try:
-                results.append({**json.loads((run / "result.json").read_text()), "folder": str(run)})
+                result = json.loads((run / "result.json").read_text())
+                results.append({**result, "folder": str(run), "settings": _settings_of(run)})
             except (OSError, json.JSONDecodeError):
                 without.append(run)
     return results, without
+
+
+def _settings_of(run: Path) -> str:
+    """What the command line of a run changed, besides what the table's other columns show."""
+    path = run / ".hydra" / "overrides.yaml"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    overrides = [line.removeprefix("- ").strip("'") for line in lines]
+    return " ".join(o for o in overrides if o != "[]" and not _SHOWN_ELSEWHERE.match(o))
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -79,6 +93,7 @@ def _row(result: Mapping[str, Any], base: float | None) -> dict[str, str]:
     mode = MODES.get(result["mode"])
     return {
         "model": f"{result['model']} ({result['size']})",
+        "settings": result.get("settings", ""),
         "backend": result["backend"],
         "mode": result["mode"],
         "peak GB": _number(peak, 1e9, ".3f"),
@@ -94,10 +109,16 @@ def _number(value: float | None, unit: float, form: str) -> str:
     return "" if value is None else format(value / unit, form)
 
 
+def columns_of(rows: list[dict[str, str]]) -> list[str]:
+    """The columns that say something: settings only where runs changed any."""
+    return [column for column in COLUMNS if column != "settings" or any(row[column] for row in rows)]
+
+
 def markdown(rows: list[dict[str, str]]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(row[column] for column in COLUMNS) + " |" for row in rows]
+    columns = columns_of(rows)
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
     return "\n".join(lines)
 
 
@@ -108,15 +129,21 @@ def report(folders: list[Path], out: Path, failed: Mapping[str, int] | None = No
     # A table squeezed into a narrow terminal loses its figures; one that the terminal wraps does not.
     console = Console(width=max(Console().width, 150), highlight=False)
     table = Table(title=f"{len(rows)} runs", box=box.SIMPLE)
-    for column in COLUMNS:
+    columns = columns_of(rows)
+    for column in columns:
         table.add_column(column, no_wrap=True)
     for row in rows:
-        table.add_row(*(row[column] for column in COLUMNS))
+        table.add_row(*(row[column] for column in columns))
     console.print(table)
     text = markdown(rows) + "\n"
     for run in without:
-        code = (failed or {}).get(run.name)
-        line = f"{run}: no result" + (f" (exit code {code})" if code else "") + f"; see {run / 'error.txt'}"
+        code = (failed or {}).get(str(run.absolute()))
+        where = run / "error.txt"
+        line = (
+            f"{run}: no result"
+            + (f" (exit code {code})" if code else "")
+            + (f"; see {where}" if where.exists() else "")
+        )
         console.print(f"[red]{line}[/red]", highlight=False)
         text += f"\n{line}\n"
     if results:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import Trainer
+from lightning import Callback, Trainer
 from omegaconf import DictConfig
+from torch import Tensor
 
 from lightning_sonar.experts import find_expert_tensors
 from lightning_sonar.memory import MemoryProfiler
@@ -22,8 +23,37 @@ from lightning_sonar.memory import MemoryProfiler
 def write_json(path: Path, value: Any) -> None:
     """Write atomically: a reader finds the old file or the new one."""
     temporary = path.with_suffix(path.suffix + ".part")
-    temporary.write_text(json.dumps(value, indent=2, allow_nan=True) + "\n")
+    temporary.write_text(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
     os.replace(temporary, path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class History(Callback):
+    """Keeps the loss of every training step, on its device, so that nothing waits for it.
+
+    Attributes:
+        tensors: the losses, 0-dim.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
+            self.tensors.append(outputs["loss"].detach())
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses in order, read from the device."""
+        return [float(loss) for loss in self.tensors]
 
 
 def versions() -> dict[str, str]:
@@ -39,7 +69,7 @@ def versions() -> dict[str, str]:
 
 
 def collect(
-    cfg: DictConfig, trainer: Trainer, model: torch.nn.Module, validation: dict[str, float], folder: Path
+    cfg: DictConfig, trainer: Trainer, model: torch.nn.Module, validation: dict[str, float], losses: list[float]
 ) -> dict[str, Any]:
     """All figures of a finished run, ready for JSON. Bytes, milliseconds, nats."""
     experts = find_expert_tensors(model, cfg.mode.experts)
@@ -47,9 +77,8 @@ def collect(
     report = profiler.report.to_dict() if profiler is not None and profiler.report is not None else {}
     times = report.get("step_time_ms") or {}
     median = times.get("median")
-    losses = logged(folder / "metrics.csv", "train_loss")
-    norms = logged(folder / "metrics.csv", "grad_norm")
-    tokens = cfg.data.batch_size * cfg.data.seq_len
+    norm = getattr(trainer.strategy, "last_norm", None)
+    tokens = cfg.data.batch_size * cfg.data.seq_len * cfg.trainer.accumulate_grad_batches
     device = trainer.strategy.root_device
     return {
         "model": cfg.model.name,
@@ -76,11 +105,12 @@ def collect(
         "step_time_ms": {key: times.get(key) for key in ("median", "p10", "p90")},
         "tokens_per_second": tokens / median * 1e3 if median else None,
         "train_loss_first": losses[0] if losses else None,
-        "train_loss": sum(losses[-5:]) / len(losses[-5:]) if losses else None,
+        "train_loss": sum(losses[-10:]) / len(losses[-10:]) if losses else None,
         "heldout_loss": validation.get("heldout_loss"),
         "heldout_perplexity": validation.get("heldout_perplexity"),
-        "grad_norm": norms[-1] if norms else None,
-        "skipped_steps": int(trainer.callback_metrics.get("skipped_steps", 0)),
+        "grad_norm": None if norm is None else float(norm),
+        "skipped_steps": getattr(trainer.strategy, "skipped_steps", 0),
+        "skipped_tensors": getattr(trainer.strategy, "skipped_tensors", 0),
         "command": " ".join(sys.argv[1:]),
         "versions": versions(),
     }
@@ -93,11 +123,3 @@ def processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def logged(path: Path, column: str) -> list[float]:
-    """The values of one column of a metrics file, in order; empty if there is no such file or column."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [float(row[column]) for row in csv.DictReader(file) if row.get(column)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_sonar import models
@@ -61,7 +62,24 @@ def settle(cfg: DictConfig, say: Callable[[str], None] = print) -> DictConfig:
             cfg.backend.name = resolve_backend(cfg.backend.name, device)
         except (ValueError, RuntimeError) as error:
             raise SettingsError(str(error)) from error
+    try_optimizer(cfg)
     return cfg
+
+
+def try_optimizer(cfg: DictConfig) -> None:
+    """Make the optimizer and the scheduler for one small parameter, so that a wrong value shows before data is read.
+
+    Raises:
+        SettingsError: with what they said.
+    """
+    key = "optimizer"
+    try:
+        optimizer = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(2, 2))])
+        key = "scheduler"
+        instantiate(cfg.scheduler)(optimizer)
+    except Exception as error:  # whatever a class that the user named may raise
+        cause = error.__cause__ or error
+        raise SettingsError(f"{key}={cfg[key].get('_target_')}: {cause}".splitlines()[0]) from error
 
 
 def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None]) -> str:
@@ -73,7 +91,11 @@ def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None
     source = str(cfg.model.id) if name == "hf" else models.PRESETS[name].hub_id
     pretrained = cfg.model.pretrained is not False
     config = _full_config(cfg, source)
-    need = training_requirement(*models.count_parameters(config, cfg.model.trust_remote_code), mode, dtype)
+    try:
+        counts = models.count_parameters(config, cfg.model.trust_remote_code)
+    except ValueError as error:
+        raise SettingsError(f"model={name}: {error}") from error
+    need = training_requirement(*counts, mode, dtype)
     there = memory_there(device)
     figures = f"training {source} in mode {cfg.mode.name} needs {need}; {device} has {there / 1e9:.1f} GB free"
     if wanted == "full":
@@ -112,7 +134,7 @@ def _full_config(cfg: DictConfig, source: str) -> Any:
     except OSError as error:
         raise SettingsError(f"model.id={source}: no configuration could be loaded: {error}") from error
     except (ValueError, TypeError) as error:
-        raise SettingsError(f"model: {error}") from error
+        raise SettingsError(f"model.{error}") from error
 
 
 def check_values(cfg: DictConfig) -> None:
@@ -121,7 +143,13 @@ def check_values(cfg: DictConfig) -> None:
     Raises:
         SettingsError: one line a fault.
     """
-    faults: list[str] = []
+    groups = {key: node for key, node in cfg.items() if key != "hydra" and OmegaConf.is_dict(node)}
+    missing = sorted(f"{group}.{key}" for group, node in groups.items() for key in OmegaConf.missing_keys(node))
+    faults = [f"{key}: a value is needed." for key in missing]
+    if faults:
+        raise SettingsError("\n".join(faults))
+    if cfg.model.name == "hf" and cfg.model.size != "full":
+        faults.append(f"model.size={cfg.model.size}: model=hf has only the checkpoint's own size; leave it at full.")
     for key, valid in CHOICES.items():
         value = OmegaConf.select(cfg, key)
         if str(value) not in valid:
@@ -165,6 +193,7 @@ NUMBERS: dict[str, tuple[Any, float, bool]] = {
     "data.batch_size": (int, 1, False),
     "data.eval_batch_size": (int, 1, False),
     "data.heldout_size": (int, 1, False),
+    "data.max_records": (int, 2, True),
     "trainer.max_steps": (int, -1, True),
     "trainer.max_epochs": (int, -1, True),
     "trainer.gradient_clip_val": (_number, 0, True),

@@ -14,6 +14,18 @@ _DISPATCH_ATTRIBUTES = ("has_gate", "is_transposed", "is_concatenated")
 _BIAS_OR_SCALE = re.compile(r"(bias|scale)", re.IGNORECASE)
 
 
+class NoExpertsError(ValueError):
+    """A model in which no expert tensor can be updated.
+
+    Attributes:
+        frozen: whether there are expert tensors, all of them frozen.
+    """
+
+    def __init__(self, message: str, frozen: bool) -> None:
+        super().__init__(message)
+        self.frozen = frozen
+
+
 @dataclass(frozen=True)
 class ExpertTensors(Mapping[str, Tensor]):
     """The batched expert parameters of one model, ordered as in ``model.named_parameters()``.
@@ -82,8 +94,8 @@ def find_expert_tensors(model: nn.Module, patterns: Literal["auto"] | str | Sequ
         The tensors, ordered and named as in ``model.named_parameters()``; frozen ones are left out.
 
     Raises:
-        ValueError: if nothing is found, a pattern matches nothing or a match has no expert dimension. The
-            message says what was seen and what to pass.
+        NoExpertsError: a ValueError, if nothing is found. The message says what was seen and what to pass.
+        ValueError: if a pattern matches nothing or a match has no expert dimension.
 
     Source: the rule follows transformers 5's batched layout, ``gate_up_proj [E, 2I, H]``, ``down_proj [E, H, I]``.
     """
@@ -94,7 +106,7 @@ def find_expert_tensors(model: nn.Module, patterns: Literal["auto"] | str | Sequ
     parameters = dict(model.named_parameters())
     named = {name: p for name, p in parameters.items() if id(p) in chosen and p.requires_grad}
     if not named:
-        raise ValueError(_nothing_found(model, frozen=bool(chosen)))
+        raise NoExpertsError(_nothing_found(model, frozen=bool(chosen)), frozen=bool(chosen))
     return ExpertTensors(named, sum(p.numel() for p in parameters.values()))
 
 

@@ -79,6 +79,7 @@ class InBackward:
         self._accumulating = False
         self._inside = False
         self._warned = False
+        self._warned_bare = False
         self._guard = guard
         self._measure_norms = measure_norms
         self._released_norms: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -139,7 +140,7 @@ class InBackward:
                 the last one only, on the sum.
 
         Raises:
-            FloatingPointError: if the loss is not finite and ``on_nonfinite="raise"``.
+            FloatingPointError: if the loss (or a checked gradient) is not finite and ``on_nonfinite="raise"``.
             RuntimeError: if a released tensor gets its gradient twice; see `release_in_backward`.
         """
         self._enter("backward")
@@ -152,8 +153,7 @@ class InBackward:
             return
         self._run(run or loss.backward)
         if not self._accumulating and self._guard.leaves_out(self._parameters(), self._live_optimizer()):
-            for tensor in self._parameters():
-                tensor.grad = None
+            self._drop_gradients()
 
     def clip_(self, max_norm: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
         """Clip what backward has left, in the mode's scope.
@@ -172,6 +172,7 @@ class InBackward:
         if max_norm > 0:
             tensors = with_gradients(self._parameters())
             if algorithm == "value":
+                self._refuse_late_value(max_norm)
                 clip_value_(tensors, max_norm)
             else:
                 check_clip(self.mode, max_norm, algorithm)
@@ -227,7 +228,41 @@ class InBackward:
         if optimizer is not None:
             self._guard.withdraw(optimizer)
 
+    def abandon_step(self) -> None:
+        """Forget a step that an exception broke off, so that the next one can begin.
+
+        What was updated in it stays updated; gradients are dropped.
+        """
+        self._guard.withdraw(self._live_optimizer())
+        self._drop_gradients()
+        self._pending.clear()
+        self._fired.clear()
+        self._hooks_now = 0
+
     # Inside.
+
+    def _drop_gradients(self) -> None:
+        for tensor in self._parameters():
+            tensor.grad = None
+
+    def _refuse_late_value(self, value: float) -> None:
+        if self._fired and self.clip_value != value:
+            used = "unclipped gradients" if self.clip_value is None else f"the value {self.clip_value}"
+            raise RuntimeError(
+                f"Clipping by value {value} was asked for after backward, but {len(self._fired)} tensors were updated "
+                f"in it with {used}. Say it before: Trainer(gradient_clip_val=..., gradient_clip_algorithm='value'), "
+                "or handle.clip_value = ... in a plain loop."
+            )
+
+    def _warn_bare(self) -> None:
+        if self._warned_bare or self._guard.on_nonfinite == "ignore":
+            return
+        self._warned_bare = True
+        warnings.warn(
+            "loss.backward() was called directly, so nothing looked whether the loss is finite before tensors were "
+            "updated. Call handle.backward(loss) or handle.train_step(loss), or choose on_nonfinite='ignore'.",
+            stacklevel=2,
+        )
 
     def _run(self, run: Callable[[], Any]) -> None:
         self._inside = True
@@ -273,6 +308,8 @@ class InBackward:
                 "accumulation='per_microbatch' needs to know where a backward begins: call handle.backward(loss) "
                 "or handle.train_step(loss) instead of loss.backward()."
             )
+        if not self._inside:
+            self._warn_bare()
         if id(tensor) in self._fired:
             raise RuntimeError(self._twice(tensor))
         if grad.requires_grad:
@@ -354,7 +391,8 @@ class InBackward:
             "several backwards, put all but the last into `with handle.accumulate():` (in a SonarMoEMixin module "
             "`with self.accumulate():`), or choose accumulation='per_microbatch'. If you do not, call "
             "optimizer.step() after each backward. If the tensor is used twice under reentrant activation "
-            "checkpointing, use checkpoint(..., use_reentrant=False). If nothing of this fits, "
+            "checkpointing, use checkpoint(..., use_reentrant=False). If an exception broke the last step off, call "
+            "handle.abandon_step(). If nothing of this fits, "
             "mode='standard_no_expert_clip' does without hooks."
         )
 
@@ -384,7 +422,8 @@ def release_in_backward(
     """Let the optimizer update ``tensors`` inside backward, each the moment its gradient is complete.
 
     After backward only the other parameters have gradients: clip them, and call ``optimizer.step()`` as always.
-    `InBackward.train_step` does all of it.
+    `InBackward.train_step` does all of it. Run backward as ``handle.backward(loss)``: a bare ``loss.backward()``
+    updates the tensors too, but nobody has looked at the loss then.
 
     Args:
         optimizer: any torch optimizer over all parameters, the tensors included.
@@ -421,7 +460,7 @@ def release_in_backward(
     all_names = {**(names or {}), **{id(tensor): name for name, tensor in experts.items()}}
     owned = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     for name, tensor in experts.items():
-        if id(tensor) not in owned:
+        if id(tensor) not in owned and mode.in_backward != "none":
             raise ValueError(
                 f"{name} is to be updated inside backward, but the optimizer does not hold it. Give the optimizer "
                 "all parameters of the model, this one included."

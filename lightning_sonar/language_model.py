@@ -71,6 +71,7 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
             loss = self.loss(batch)
         if load is not None:
             self.log_dict({f"router/{name}": value for name, value in load.summary().items()})
+            self.log("skipped_steps", float(self.in_backward.skipped_steps))
         return self.finish_step(loss)
 
     def finish_step(self, loss: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_sonar.in_backward import InBackward
@@ -34,6 +36,7 @@ class SonarMoEMixin(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.automatic_optimization = False
+        self._warned_plateau = False
 
     @property
     def in_backward(self) -> InBackward:
@@ -84,14 +87,24 @@ class SonarMoEMixin(_Base):
             yield
 
     def _step_schedulers(self) -> None:
-        """Step the schedulers as automatic optimization would: by their interval and frequency, each step."""
-        for config in self.trainer.strategy.lr_scheduler_configs:
-            if config.interval == "step" and self.trainer.global_step % config.frequency == 0:
-                self.lr_scheduler_step(config.scheduler, None)
+        self._step_due("step", self.trainer.fit_loop.batch_idx)
 
     def on_train_epoch_end(self) -> None:
+        """Step the schedulers that step once an epoch. An override must call this one."""
         super().on_train_epoch_end()
+        self._step_due("epoch", self.trainer.current_epoch)
+
+    def _step_due(self, interval: str, index: int) -> None:
+        """Step schedulers by interval and frequency, counted as in automatic optimization."""
         for config in self.trainer.strategy.lr_scheduler_configs:
-            if config.interval == "epoch" and (self.trainer.current_epoch + 1) % config.frequency == 0:
-                metric = self.trainer.callback_metrics.get(config.monitor) if config.monitor else None
-                self.lr_scheduler_step(config.scheduler, metric)
+            if isinstance(config.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                if not self._warned_plateau:
+                    self._warned_plateau = True
+                    warnings.warn(
+                        "ReduceLROnPlateau needs a metric, and Lightning drops its 'monitor' in manual optimization: "
+                        "nothing steps it here. Call self.lr_schedulers().step(metric) where the metric is known, in "
+                        "on_validation_epoch_end for example.",
+                        stacklevel=2,
+                    )
+            elif config.interval == interval and (index + 1) % config.frequency == 0:
+                self.lr_scheduler_step(config.scheduler, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -116,12 +117,27 @@ def build_config(
     if name == "hf":
         if not model_id:
             raise ValueError("model=hf needs model.id: a hub id such as 'org/name', or a folder with a config.json.")
+        config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
+        _check_overrides(config, overrides)
         return AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code, **overrides)
     if name not in PRESETS:
         raise ValueError(f"model={name!r} is not a model. Choose one of {', '.join(PRESETS)}, hf.")
     preset = PRESETS[name]
+    _check_overrides(AutoConfig.for_model(preset.model_type), overrides)
     values = {**preset.full, **(preset.tiny if size == "tiny" else {}), **overrides}
     return AutoConfig.for_model(preset.model_type, **values)
+
+
+def _check_overrides(config: Any, overrides: dict[str, Any]) -> None:
+    # transformers takes any keyword and keeps it as an attribute that nothing reads.
+    for key in overrides:
+        if not hasattr(config, key):
+            valid = sorted(name for name in vars(config) if not name.startswith("_"))
+            close = difflib.get_close_matches(key, valid, n=3)
+            raise ValueError(
+                f"overrides: {type(config).__name__} has no value {key!r}. "
+                + (f"Did you mean {' or '.join(close)}?" if close else f"It has {', '.join(valid)}.")
+            )
 
 
 def build(

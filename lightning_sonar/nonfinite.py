@@ -26,8 +26,10 @@ class NonfiniteGuard:
     """
 
     def __init__(self, on_nonfinite: OnNonfinite, check: Check) -> None:
+        if check == "gradient" and on_nonfinite == "ignore":
+            raise ValueError("check='gradient' looks for what on_nonfinite='ignore' ignores; leave one of them out.")
         self.on_nonfinite = on_nonfinite
-        self.checks_gradients = check == "gradient" and on_nonfinite == "skip"
+        self.checks_gradients = check == "gradient"
         self.skipping = False
         self.flag: Tensor | None = None
         self._skipped_steps: int | Tensor = 0
@@ -63,12 +65,17 @@ class NonfiniteGuard:
             self.skipping = self.skipping or bool(bad.item())
 
     def attributes(self, tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """What the update of one tensor inside backward is told, or None if it is left out."""
+        """What the update of one tensor inside backward is told, or None if it is left out.
+
+        Raises:
+            FloatingPointError: if its gradient is checked, not finite and ``on_nonfinite="raise"``.
+        """
         if self.skipping:
             return None
         flag, grad = self.flag, tensor.grad
         if self.checks_gradients and grad is not None:
             bad = is_nonfinite(grad)
+            self._raise_if(bad, f"The gradient of a tensor of shape {list(tensor.shape)}")
             if not _stays_on_device(grad, optimizer):
                 self._skipped_tensors = self._skipped_tensors + int(bad)
                 return None if bad.item() else {}
@@ -85,12 +92,20 @@ class NonfiniteGuard:
             grads = [tensor.grad for tensor in others if tensor.grad is not None]
             if grads:
                 bad = torch.stack([is_nonfinite(grad).to(grads[0].device) for grad in grads]).amax()
+                self._raise_if(bad, "A gradient of the parameters that step after backward")
                 if not _stays_on_device(grads[0], optimizer):
                     self._skipped_tensors = self._skipped_tensors + int(bad) * len(grads)
                     return bool(bad.item())
                 self._skipped_tensors = self._skipped_tensors + bad * len(grads)
                 optimizer.found_inf = bad if self.flag is None else torch.maximum(self.flag, bad)  # type: ignore[attr-defined]
         return self.skipping
+
+    def _raise_if(self, bad: Tensor, what: str) -> None:
+        if self.on_nonfinite == "raise" and bad.item():
+            raise FloatingPointError(
+                f"{what} is not finite, though the loss is; it was not applied. Tensors of later layers have been "
+                "updated already. on_nonfinite='skip' leaves such updates out and counts them."
+            )
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count, and forget the verdict."""

@@ -18,7 +18,10 @@ class StepProgressBar(RichProgressBar):
 
     def _get_train_description(self, current_epoch: int) -> str:
         # Lightning's own says "Epoch 0/-2" where only max_steps is set; the bar itself counts the steps.
-        return "Training" if self.trainer.max_steps > 0 else super()._get_train_description(current_epoch)
+        if self.trainer.max_steps > 0:
+            return "Training"
+        last = self.trainer.max_epochs
+        return f"Epoch {current_epoch + 1}" + (f" of {last}" if last and last > 0 else "")
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         metrics = dict(super().get_metrics(trainer, pl_module))

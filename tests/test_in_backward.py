@@ -12,7 +12,11 @@ from torch import nn
 from lightning_sonar import FusedAdamW, find_expert_tensors, release_in_backward
 from lightning_sonar.losses import response_cross_entropy
 
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [
+    pytest.mark.usefixtures("deterministic"),
+    # Many tests call loss.backward() bare, which a test of its own is about.
+    pytest.mark.filterwarnings("ignore:loss.backward.. was called directly:UserWarning"),
+]
 
 
 class Toy(nn.Module):
@@ -420,6 +424,58 @@ def test_a_bad_dense_gradient_leaves_the_dense_step_out_when_gradients_are_check
     assert torch.equal(dense, model.dense.weight)
     assert not torch.equal(first, model.first)
     assert handle.skipped_tensors == 2
+
+
+@pytest.mark.parametrize("mode", ["sonar", "sonar_per_expert", "standard"])
+def test_a_checked_gradient_that_is_not_finite_raises_if_that_is_asked_for(mode):
+    model, made, handle = toy(mode, check="gradient", on_nonfinite="raise")
+    (model.dense.bias if mode == "standard" else model.first).register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(FloatingPointError, match="gradient .* is not finite, though the loss is; it was not applied"):
+        handle.train_step(model(inputs(0)))
+    assert all(torch.isfinite(value).all() for value in values(model, made))
+
+
+def test_looking_for_what_is_to_be_ignored_is_refused():
+    with pytest.raises(ValueError, match="check='gradient' looks for what on_nonfinite='ignore' ignores"):
+        toy(check="gradient", on_nonfinite="ignore")
+
+
+def test_a_bare_backward_warns_once_that_nobody_looks_at_the_loss():
+    model, made, _ = toy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            model(inputs(step)).backward()
+            made.step()
+    assert [str(warning.message).split(",")[0] for warning in caught] == ["loss.backward() was called directly"]
+    assert "Call handle.backward(loss)" in str(caught[0].message)
+
+
+def test_value_clipping_asked_for_too_late_is_refused():
+    model, made, handle = toy()
+    handle.backward(model(inputs(0)))
+    with pytest.raises(RuntimeError, match="tensors were updated in it with unclipped gradients. Say it before"):
+        handle.clip_(0.01, "value")
+    assert made.param_groups
+
+
+def test_a_step_that_an_exception_broke_off_can_be_abandoned():
+    model, made, handle = toy()
+    handle.backward(model(inputs(0)))
+    with pytest.raises(RuntimeError, match=r"call handle.abandon_step\(\)"):
+        handle.backward(model(inputs(1)))
+    handle.abandon_step()
+    assert not handle.mid_step
+    assert all(p.grad is None for p in model.parameters())
+    handle.train_step(model(inputs(1)))
+    assert made.state[model.dense.weight]["step"] == 1
+
+
+def test_modes_without_hooks_take_an_optimizer_without_the_experts():
+    model = Toy()
+    optimizer = FusedAdamW(model.dense.parameters(), lr=1e-2)
+    handle = release_in_backward(optimizer, find_expert_tensors(model), mode="standard")
+    handle.train_step(model(inputs(0)), max_norm=1.0)
 
 
 # Guard 16 and the end.

@@ -5,7 +5,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
-from helpers import batches, differing, fit, fused, loader, make_trainer, small_model, snapshot
+from helpers import AutomaticLM, batches, differing, fit, fused, loader, make_trainer, small_model, snapshot
 
 from lightning_sonar import SonarMoEMixin, SonarMoEStrategy
 from lightning_sonar.language_model import LanguageModel
@@ -115,3 +115,53 @@ def test_epoch_schedulers_step_once_an_epoch():
     trainer = make_trainer(SonarMoEStrategy(), -1, max_epochs=3)
     trainer.fit(module, loader(batches(2)))
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 / 8)
+
+
+@pytest.mark.parametrize(("frequency", "accumulate"), [(4, 1), (2, 4), (3, 2)])
+def test_scheduler_frequency_counts_as_in_automatic_optimization(frequency, accumulate):
+    rates = []
+    for kind in (AutomaticLM, LanguageModel):
+
+        class Scheduled(kind):
+            def configure_optimizers(self):
+                optimizer = self.optimizer_factory(self.parameters())
+                scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+                config = {"scheduler": scheduler, "interval": "step", "frequency": frequency}
+                return {"optimizer": optimizer, "lr_scheduler": config}
+
+        trainer = make_trainer(SonarMoEStrategy(), -1, max_epochs=2, accumulate_grad_batches=accumulate)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(Scheduled(small_model(), fused()), loader(batches(6)))
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+    assert rates[0] == rates[1]
+    assert rates[0] < 1e-2
+
+
+def test_a_plateau_scheduler_is_left_to_the_user_who_is_told():
+    class Plateau(LanguageModel):
+        def configure_optimizers(self):
+            optimizer = self.optimizer_factory(self.parameters())
+            return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+    with pytest.warns(UserWarning, match=r"ReduceLROnPlateau needs a metric.*self.lr_schedulers\(\).step\(metric\)"):
+        make_trainer(SonarMoEStrategy(), 2).fit(Plateau(small_model(), fused()), loader(batches(2)))
+
+
+def test_a_clip_value_is_honoured_when_the_step_takes_a_closure():
+    class Closure(LanguageModel):
+        def training_step(self, batch, batch_idx):
+            self.optimizers().step(closure=lambda: self.manual_backward(self.loss(batch)))
+
+    closure = run(Closure(small_model(), fused()), 0.01)
+    assert differing(closure, run(LanguageModel(small_model(), fused()), 0.01)) == []
+
+
+def test_value_clipping_by_hand_after_backward_is_refused():
+    class Late(LanguageModel):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(self.optimizers(), gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+    with pytest.raises(RuntimeError, match="updated in it with unclipped gradients. Say it before: Trainer"):
+        run(Late(small_model(), fused()), None)

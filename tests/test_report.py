@@ -50,6 +50,22 @@ def test_settings_are_not_mixed():
     ]
 
 
+def test_runs_that_differ_in_anything_else_are_compared_only_with_their_like(tmp_path):
+    runs = [("standard", 1, 10), ("sonar", 1, 8), ("standard", 2, 100), ("sonar", 2, 80)]
+    for index, (mode, layers, peak) in enumerate(runs):
+        write(tmp_path, str(index), result(mode, peak))
+        overrides = tmp_path / str(index) / ".hydra" / "overrides.yaml"
+        overrides.write_text(f"- mode={mode}\n- model.num_layers={layers}\n- hydra.run.dir=x\n")
+    rows = rows_of(read_results([tmp_path])[0])
+    assert [(row["settings"], row["saved"]) for row in rows] == [
+        ("model.num_layers=1", "0.0%"),
+        ("model.num_layers=1", "20.0%"),
+        ("model.num_layers=2", "0.0%"),
+        ("model.num_layers=2", "20.0%"),
+    ]
+    assert "| settings |" in markdown(rows)
+
+
 def test_values_that_were_not_measured_stay_empty():
     row = rows_of([result("sonar", None, heldout_loss=None, step_time_ms={"median": None})])[0]
     assert (row["peak GB"], row["held-out loss"], row["ms a step"]) == ("", "", "")

@@ -61,7 +61,8 @@ def test_the_literal_command_leaves_all_figures(tmp_path):
     ("arguments", "message"),
     [
         (["model.num_layer=2"], "Did you mean model.num_layers?"),
-        (["mode=sonnar"], "Could not find 'mode/sonnar'"),
+        (["mode=sonnar"], "there is no mode of that name. Choose one of in_backward_all, sonar"),
+        (["data.path=file.jsonl"], "path='file.jsonl'"),
         (["model.size=huge"], "model.size=huge: expected one of auto, tiny, full"),
         (["data=json", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
         (["mode=in_backward_all", "trainer.gradient_clip_val=1.0"], "trainer.gradient_clip_val=null"),

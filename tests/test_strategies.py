@@ -228,6 +228,7 @@ def test_a_bad_loss_is_skipped_counted_and_reported(automatic):
     assert differing(seen[0], seen[1]) == []
     assert len(differing(seen[1], seen[2])) == len(seen[1])
     assert trainer.global_step == 3
+    assert trainer.strategy.skipped_steps == 1
 
 
 def test_float16_is_refused_with_the_remedy():
@@ -305,6 +306,36 @@ def test_a_dense_model_is_refused_with_a_remedy():
 
     with pytest.raises(ValueError, match="No batched expert tensors found"):
         make_trainer(SonarMoEStrategy(), 1).fit(Dense(), torch.utils.data.DataLoader(torch.zeros(4, 4)))
+
+
+@pytest.mark.parametrize("mode", ["standard", "standard_no_expert_clip"])
+def test_modes_without_hooks_train_a_model_whose_experts_are_frozen(mode):
+    def dense(parameters):
+        return FusedAdamW([parameter for parameter in parameters if parameter.requires_grad])
+
+    model = small_model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    trainer, _ = fit(model, mode, automatic=True, steps=2, optimizer=dense)
+    assert trainer.global_step == 2
+
+
+def test_standard_mode_trains_a_dense_model():
+    class Dense(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = torch.utils.data.DataLoader(torch.zeros(4, 4))
+    make_trainer(SonarMoEStrategy(mode="standard"), 1).fit(Dense(), data)
+    with pytest.raises(ValueError, match="No batched expert tensors found"):
+        make_trainer(SonarMoEStrategy(mode="standard_no_expert_clip"), 1).fit(Dense(), data)
 
 
 def test_exact_accumulation_matches_standard_bitwise_in_automatic_optimization():

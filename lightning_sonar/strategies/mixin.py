@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_sonar.clipping import ClipAlgorithm, check_clip
-from lightning_sonar.experts import ExpertTensors, find_expert_tensors
+from lightning_sonar.experts import ExpertTensors, NoExpertsError, find_expert_tensors
 from lightning_sonar.in_backward import Accumulation, InBackward, release_in_backward
 from lightning_sonar.modes import ExpertClip, Mode, resolve_mode
 from lightning_sonar.nonfinite import Check, OnNonfinite
@@ -43,6 +44,8 @@ class SonarMoEStrategyMixin(_Base):
     Attributes:
         in_backward: the handle of the fit under way, or None.
         last_norm: the norm that the last clip measured, 0-dim, or None.
+        skipped_steps: after a fit, how many of its steps updated nothing because their loss was not finite.
+        skipped_tensors: after a fit, how many updates of one tensor ``check="gradient"`` left out.
         microbatches: the Trainer's ``accumulate_grad_batches``, which `SonarMoEMixin.sonar_step` applies.
     """
 
@@ -71,6 +74,8 @@ class SonarMoEStrategyMixin(_Base):
         self.log_grad_norm = log_grad_norm
         self.in_backward: InBackward | None = None
         self.last_norm: Tensor | None = None
+        self.skipped_steps = 0
+        self.skipped_tensors = 0
         self._trainer: Trainer | None = None
         self._taken_clip: float | None = None
         self.microbatches = 1
@@ -110,6 +115,7 @@ class SonarMoEStrategyMixin(_Base):
         if self._algorithm(trainer) == "value":
             handle.clip_value = self._clip_val(trainer)
         self.in_backward = handle
+        self.last_norm, self.skipped_steps, self.skipped_tensors = None, 0, 0
         # State from the start: memory does not grow after the first step, and resuming needs no more than training.
         getattr(self.optimizers[0], "init_state", lambda: None)()
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
@@ -140,8 +146,9 @@ class SonarMoEStrategyMixin(_Base):
     ) -> Any:
         handle = self.in_backward
         module = self.lightning_module
-        if handle is not None and module is not None and not module.automatic_optimization and not self._clipped:
-            self._clip_gradients(optimizer)
+        if handle is not None and module is not None and not module.automatic_optimization:
+            # After the closure, which may hold the backward, as in automatic optimization.
+            closure = partial(self._clip_after, closure, optimizer)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if handle is not None:
             # Lightning would keep the gradients until after the next forward: memory at the worst moment.
@@ -163,10 +170,11 @@ class SonarMoEStrategyMixin(_Base):
     def teardown(self) -> None:
         handle, self.in_backward = self.in_backward, None
         if handle is not None:
-            if handle.skipped_steps or handle.skipped_tensors:
+            self.skipped_steps, self.skipped_tensors = handle.skipped_steps, handle.skipped_tensors
+            if self.skipped_steps or self.skipped_tensors:
                 warnings.warn(
-                    f"{handle.skipped_steps} training steps updated nothing because their loss was not finite, and "
-                    f"{handle.skipped_tensors} updates of single tensors were left out.",
+                    f"{self.skipped_steps} training steps updated nothing because their loss was not finite, and "
+                    f"{self.skipped_tensors} updates of single tensors were left out.",
                     stacklevel=2,
                 )
             handle.remove()
@@ -177,13 +185,24 @@ class SonarMoEStrategyMixin(_Base):
             if self.microbatches != 1:
                 self._trainer.accumulate_grad_batches = self.microbatches
             self._trainer, self._taken_clip, self.microbatches = None, None, 1
-        self.last_norm = None
         super().teardown()
 
     # Inside.
 
     def _find_experts(self, model: LightningModule) -> ExpertTensors:
-        return find_expert_tensors(model, self.experts)
+        try:
+            return find_expert_tensors(model, self.experts)
+        except NoExpertsError as error:
+            # Where all is clipped, or no expert trains, it makes no difference which tensors the experts are.
+            if self.mode.in_backward != "none" or not (error.frozen or self.mode.clip in ("all", "none")):
+                raise
+            return ExpertTensors({}, sum(parameter.numel() for parameter in model.parameters()))
+
+    def _clip_after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
+        output = closure()
+        if not self._clipped:
+            self._clip_gradients(optimizer)
+        return output
 
     def _clip_gradients(
         self,
