@@ -78,7 +78,9 @@ def _compose(overrides: list[str], directory: Path, config_name: str) -> DictCon
         try:
             return compose(config_name, overrides=overrides)
         except (HydraException, OmegaConfBaseException) as error:
-            bad = next((o for o in overrides if not _composes([o], config_name)), None)
+            # The one without which the others compose; an override may be right only beside another one.
+            rest = ((o, [other for other in overrides if other != o]) for o in overrides)
+            bad = next((o for o, others in rest if _composes(others, config_name)), None)
             raise OverrideError(_explain(bad, error, config_name, directory)) from error
 
 
@@ -93,6 +95,9 @@ def _composes(overrides: list[str], config_name: str) -> bool:
 def _explain(override: str | None, error: Exception, config_name: str, directory: Path) -> str:
     if override is None or "=" not in override:
         return str(error)
+    if override.split("=", 1)[1].startswith("{"):
+        first = str(error).splitlines()[0]
+        return f"{override}: {first} Set new keys one by one with +{override.split('=')[0]}.KEY=VALUE."
     key = override.split("=", 1)[0].lstrip("+~")
     if key.startswith("hydra") or override.startswith(("+", "~")):
         return str(error)

@@ -119,6 +119,7 @@ def test_every_argument_of_the_trainer_can_be_set():
         ("mode=sonnar", "mode=sonnar: there is no mode of that name. Choose one of in_backward_all, sonar"),
         ("optimiser=fused_adamw", "the configuration has no key 'optimiser'. Did you mean optimizer"),
         ("experiment=nothing", "there is no experiment of that name. Choose one of smoke"),
+        ("model.overrides={hidden_size:3}", r"one by one with \+model.overrides.KEY=VALUE"),
         ("model.overrides.hidden_size=3", r"It is empty: add a key with \+model.overrides.hidden_size=3"),
         ("model.size=[", "The command line cannot be read"),
     ],
@@ -132,6 +133,13 @@ def test_every_choice_of_a_sweep_is_checked_before_anything_runs():
     check_overrides(["mode=standard,sonar", "backend=eager,grouped_mm", "seed=range(3)"], CONF)
     with pytest.raises(OverrideError, match="backend=eagre: there is no backend of that name"):
         check_overrides(["mode=standard,sonar", "backend=grouped_mm,eagre"], CONF)
+
+
+def test_an_override_that_another_one_makes_valid_is_not_blamed():
+    with pytest.raises(OverrideError, match="^model.num_layer=2"):
+        check_overrides(
+            ["callbacks=checkpoint", "callbacks.model_checkpoint.every_n_train_steps=3", "model.num_layer=2"], CONF
+        )
 
 
 def test_valid_overrides_pass():

@@ -27,19 +27,21 @@ SETTINGS = [
     "~callbacks.progress_bar",
     "callbacks.model_checkpoint.every_n_train_steps=3",
     "model.num_layers=1",
-    "model.overrides={hidden_size:64,intermediate_size:32,num_attention_heads:2,num_key_value_heads:2}",
+    *(f"+model.overrides.{key}" for key in ("hidden_size=64", "intermediate_size=32")),
+    *(f"+model.overrides.{key}" for key in ("num_attention_heads=2", "num_key_value_heads=2")),
     "data.seq_len=128",
     "data.max_records=200",
 ]
 
 
 def start(folder: Path, log: Path, *more: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "experiments/run.py"), *SETTINGS, f"hydra.run.dir='{folder}'", *more],
-        stdout=log.open("a"),
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    with log.open("a") as output:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "experiments/run.py"), *SETTINGS, f"hydra.run.dir='{folder}'", *more],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
 
 
 def checkpoints(folder: Path) -> list[Path]:
