@@ -169,7 +169,7 @@ def test_a_write_that_breaks_off_leaves_the_old_checkpoint(tmp_path, monkeypatch
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-@pytest.mark.parametrize("kind", ["truncated", "empty", "text", "weights", "pickle"])
+@pytest.mark.parametrize("kind", ["truncated", "short", "empty", "text", "weights", "pickle"])
 def test_a_file_that_cannot_be_resumed_from_is_named_and_left_alone(tmp_path, kind, half_way):
     path = tmp_path / "broken.ckpt"
     whole = Path(half_way("sonar", True, torch.float32)).read_bytes()
@@ -177,7 +177,12 @@ def test_a_file_that_cannot_be_resumed_from_is_named_and_left_alone(tmp_path, ki
         torch.save({"weight": torch.zeros(2)} if kind == "weights" else [1, 2], path)
     else:
         path.write_bytes(
-            {"truncated": whole[: len(whole) // 2], "empty": b"", "text": b"hello, this is no checkpoint"}[kind]
+            {
+                "truncated": whole[: len(whole) // 2],
+                "short": whole[:5000],
+                "empty": b"",
+                "text": b"hello, this is no checkpoint",
+            }[kind]
         )
     before = path.read_bytes()
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -65,8 +66,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         try:
             checkpoint = super().load_checkpoint(path, *args, **kwargs)
-        except (EOFError, RuntimeError, pickle.UnpicklingError, KeyError) as error:
+        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError, KeyError) as error:
             if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error).lower():
+                raise
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which a seek in a short file gives
                 raise
             detail = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             raise CheckpointError(
