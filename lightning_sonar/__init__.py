@@ -1,11 +1,12 @@
 """Sonar-MoE for PyTorch Lightning: update each expert tensor inside backward and free its gradient at once."""
 
 from lightning_sonar.experts import ExpertTensors, find_expert_tensors
-from lightning_sonar.in_backward import InBackward, release_in_backward
+from lightning_sonar.in_backward import InBackward
 from lightning_sonar.memory import MemoryProfiler
 from lightning_sonar.mixin import SonarMoEMixin
 from lightning_sonar.modes import MODES, Mode
 from lightning_sonar.optim import FusedAdamW
+from lightning_sonar.release import release_in_backward
 from lightning_sonar.strategies import SonarMoEStrategy, register_strategies
 
 __version__ = "0.1.0"

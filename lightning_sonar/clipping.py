@@ -60,6 +60,38 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor | None:
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
+class GradNorms:
+    """The norms of a step's gradients before clipping, some of which are freed before the step ends.
+
+    Attributes:
+        last: ``experts``, ``dense`` and ``total`` of the last step, float32 and 0-dim.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, Tensor] = {}
+        self._released: dict[bool, list[Tensor]] = {True: [], False: []}
+
+    def released(self, grad: Tensor, is_expert: bool) -> None:
+        """Measure a gradient that is about to be freed. Nothing waits for the device."""
+        self._released[is_expert].append(torch.linalg.vector_norm(grad, dtype=torch.float32))
+
+    def gather(self, tensors: Iterable[tuple[Tensor, bool]]) -> None:
+        """End the step: ``tensors`` are all parameters, each with whether it is an expert tensor."""
+        left: dict[bool, list[Tensor]] = {True: [], False: []}
+        for tensor, is_expert in tensors:
+            left[is_expert].append(tensor)
+        parts: list[Tensor] = []
+        for is_expert, name in ((True, "experts"), (False, "dense")):
+            norms = [*self._released[is_expert]]
+            rest = global_norm(left[is_expert])
+            if rest is not None:
+                norms.append(rest.to(norms[0].device) if norms else rest)
+            self.last[name] = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+            parts.append(self.last[name])
+        self.last["total"] = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
+        self._released = {True: [], False: []}
+
+
 def is_nonfinite(tensor: Tensor) -> Tensor:
     """Whether a tensor holds a NaN or an infinity: float32, 0-dim, 1.0 or 0.0, on the tensor's device.
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_sonar.clipping import ClipAlgorithm, check_clip, clip_norm_, clip_value_, global_norm, with_gradients
-from lightning_sonar.modes import Mode, mode_name, resolve_mode
-from lightning_sonar.nonfinite import Check, NonfiniteGuard, OnNonfinite
-from lightning_sonar.optim.step_one import Group, is_element_wise, step_slice, step_tensor
+from lightning_sonar.clipping import ClipAlgorithm, GradNorms, check_clip, clip_norm_, clip_value_, with_gradients
+from lightning_sonar.modes import Mode, mode_name
+from lightning_sonar.nonfinite import NonfiniteGuard
+from lightning_sonar.optim.step_one import Group, step_slice, step_tensor
 
 Accumulation = Literal["exact", "per_microbatch"]
 
@@ -37,6 +37,11 @@ class Observer(Protocol):
 
     def on_gradient(self, tensor: Tensor) -> None:
         """A released tensor's gradient is complete: before its update, and before it is freed."""
+
+
+def is_released(tensor: Tensor) -> bool:
+    """Whether some handle updates the tensor inside backward."""
+    return tensor in _released
 
 
 class InBackward:
@@ -81,9 +86,7 @@ class InBackward:
         self._warned = False
         self._warned_bare = False
         self._guard = guard
-        self._measure_norms = measure_norms
-        self._released_norms: dict[bool, list[Tensor]] = {True: [], False: []}
-        self._norms: dict[str, Tensor] = {}
+        self._norms = GradNorms() if measure_norms else None
 
     # What one can ask.
 
@@ -123,7 +126,7 @@ class InBackward:
 
         Gathered in the hooks, without a device sync. Empty unless made with ``measure_norms=True``.
         """
-        return dict(self._norms)
+        return {} if self._norms is None else dict(self._norms.last)
 
     def is_expert(self, tensor: Tensor) -> bool:
         return id(tensor) in self._expert_ids
@@ -167,7 +170,8 @@ class InBackward:
             The norm before clipping, 0-dim, in the gradients' dtype; ``None`` if no norm was taken.
         """
         self._enter("clip")
-        self._gather_norms()
+        if self._norms is not None:
+            self._norms.gather((t, self.is_expert(t)) for t in self._parameters())
         norm = None
         if max_norm > 0:
             tensors = with_gradients(self._parameters())
@@ -271,7 +275,8 @@ class InBackward:
         finally:
             self._inside = False
 
-    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the hooks on; `release_in_backward` does."""
         for index, group in enumerate(optimizer.param_groups):
             for tensor in group["params"]:
                 if not tensor.requires_grad or not self.mode.steps_in_backward(self.is_expert(tensor)):
@@ -321,8 +326,8 @@ class InBackward:
         self._fired.add(id(tensor))
         for observer in self.observers:
             observer.on_gradient(tensor)
-        if self._measure_norms:
-            self._released_norms[self.is_expert(tensor)].append(torch.linalg.vector_norm(grad, dtype=torch.float32))
+        if self._norms is not None:
+            self._norms.released(grad, self.is_expert(tensor))
         if self.clip_value is not None and not self._guard.skipping:
             clip_value_([tensor], self.clip_value)
 
@@ -342,20 +347,6 @@ class InBackward:
         # A fused update does not bump the version counter, and a second backward through a graph that saved the
         # old weight would then silently use the new one.
         torch.autograd.graph.increment_version(tensor)
-
-    def _gather_norms(self) -> None:
-        if not self._measure_norms:
-            return
-        parts: list[Tensor] = []
-        for is_expert, name in ((True, "experts"), (False, "dense")):
-            norms = self._released_norms[is_expert]
-            left = global_norm(t for t in self._parameters() if self.is_expert(t) == is_expert)
-            norms = norms if left is None else [*norms, left.to(norms[0].device) if norms else left]
-            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-            self._norms[name] = norm
-            parts.append(norm)
-        self._norms["total"] = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
-        self._released_norms = {True: [], False: []}
 
     def _on_step(self, *_: Any) -> None:
         """The optimizer has stepped: the step is whole."""
@@ -406,96 +397,3 @@ class InBackward:
             "updates experts once a microbatch instead, which saves the memory and changes the training.",
             stacklevel=3,
         )
-
-
-def release_in_backward(
-    optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor] | Iterable[Tensor],
-    *,
-    mode: str | Mode = "sonar",
-    accumulation: Accumulation = "exact",
-    on_nonfinite: OnNonfinite = "skip",
-    check: Check = "loss",
-    measure_norms: bool = False,
-    names: Mapping[int, str] | None = None,
-) -> InBackward:
-    """Let the optimizer update ``tensors`` inside backward, each the moment its gradient is complete.
-
-    After backward only the other parameters have gradients: clip them, and call ``optimizer.step()`` as always.
-    `InBackward.train_step` does all of it. Run backward as ``handle.backward(loss)``: a bare ``loss.backward()``
-    updates the tensors too, but nobody has looked at the loss then.
-
-    Args:
-        optimizer: any torch optimizer over all parameters, the tensors included.
-        tensors: the expert tensors, as `find_expert_tensors` returns them, or any tensors; ``[E, ...]`` where the
-            mode has one hook an expert.
-        mode: a name from `MODES`, or a `Mode`.
-        accumulation: ``"exact"``: the hooks act on the last microbatch only, on the summed gradient.
-            ``"per_microbatch"``: they act on every microbatch (the paper's).
-        on_nonfinite: for a loss that is NaN or infinite: ``"skip"`` leaves the step out and counts it, ``"raise"``
-            raises FloatingPointError, ``"ignore"`` does not look.
-        check: ``"loss"``, or ``"gradient"`` to look at each gradient too: a tensor whose gradient is not finite is
-            left out and counted.
-        measure_norms: keep the norms of each step's gradients for `InBackward.grad_norms`.
-        names: names of further parameters by ``id``, for messages.
-
-    Returns:
-        A handle with ``.remove()``.
-
-    Raises:
-        ValueError: if the optimizer does not hold a tensor, a tensor is released already or is float16, or the mode
-            needs an element-wise optimizer and this one is not known to be.
-
-    Source: arXiv 2611.03577; torch's ``register_post_accumulate_grad_hook``.
-    """
-    mode = resolve_mode(mode)
-    for key, value, choices in (
-        ("accumulation", accumulation, get_args(Accumulation)),
-        ("on_nonfinite", on_nonfinite, get_args(OnNonfinite)),
-        ("check", check, get_args(Check)),
-    ):
-        if value not in choices:
-            raise ValueError(f"{key}={value!r}: expected one of {', '.join(map(repr, choices))}.")
-    experts = _named(tensors)
-    all_names = {**(names or {}), **{id(tensor): name for name, tensor in experts.items()}}
-    owned = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    for name, tensor in experts.items():
-        if id(tensor) not in owned and mode.in_backward != "none":
-            raise ValueError(
-                f"{name} is to be updated inside backward, but the optimizer does not hold it. Give the optimizer "
-                "all parameters of the model, this one included."
-            )
-        if tensor.dtype == torch.float16:
-            raise ValueError(
-                f"{name} is float16. Its gradients need loss scaling, and a step inside backward cannot be undone "
-                "when the scale proves too large. Use bfloat16 (precision='bf16-true' or 'bf16-mixed') or float32."
-            )
-    for tensor in (t for group in optimizer.param_groups for t in group["params"]):
-        if tensor in _released and mode.in_backward != "none":
-            raise ValueError(
-                f"{all_names.get(id(tensor), 'A tensor')} is already updated inside backward by another handle; call "
-                "that handle's remove() first."
-            )
-    if mode.granularity == "expert" and not is_element_wise(optimizer):
-        raise ValueError(
-            f"mode {mode_name(mode)!r} updates each expert's slice on its own, which equals updating the tensor only "
-            f"for element-wise optimizers; {type(optimizer).__name__} is not known to be one. Use mode='sonar', or "
-            "set `element_wise = True` on the optimizer if it is."
-        )
-    handle = InBackward(
-        optimizer,
-        experts,
-        mode=mode,
-        names=all_names,
-        accumulation=accumulation,
-        guard=NonfiniteGuard(on_nonfinite, check),
-        measure_norms=measure_norms,
-    )
-    handle._attach(optimizer)
-    return handle
-
-
-def _named(tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
-    if isinstance(tensors, Mapping):
-        return {str(name): tensor for name, tensor in tensors.items()}
-    return {f"tensor {index} {list(tensor.shape)}": tensor for index, tensor in enumerate(tensors)}

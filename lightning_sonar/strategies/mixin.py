@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lightning_sonar.clipping import ClipAlgorithm, check_clip
 from lightning_sonar.experts import ExpertTensors, NoExpertsError, find_expert_tensors
-from lightning_sonar.in_backward import Accumulation, InBackward, release_in_backward
+from lightning_sonar.in_backward import Accumulation, InBackward
 from lightning_sonar.modes import ExpertClip, Mode, resolve_mode
 from lightning_sonar.nonfinite import Check, OnNonfinite
+from lightning_sonar.release import release_in_backward
 from lightning_sonar.strategies.checkpoints import AtomicCheckpointIO, refuse_in_mid_step
 
 if TYPE_CHECKING:

@@ -1,0 +1,107 @@
+"""Put the hooks on: checks what is asked for, and makes the handle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from lightning_sonar.in_backward import Accumulation, InBackward, is_released
+from lightning_sonar.modes import Mode, mode_name, resolve_mode
+from lightning_sonar.nonfinite import Check, NonfiniteGuard, OnNonfinite
+from lightning_sonar.optim.step_one import is_element_wise
+
+
+def release_in_backward(
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor] | Iterable[Tensor],
+    *,
+    mode: str | Mode = "sonar",
+    accumulation: Accumulation = "exact",
+    on_nonfinite: OnNonfinite = "skip",
+    check: Check = "loss",
+    measure_norms: bool = False,
+    names: Mapping[int, str] | None = None,
+) -> InBackward:
+    """Let the optimizer update ``tensors`` inside backward, each the moment its gradient is complete.
+
+    After backward only the other parameters have gradients: clip them, and call ``optimizer.step()`` as always.
+    `InBackward.train_step` does all of it. Run backward as ``handle.backward(loss)``: a bare ``loss.backward()``
+    updates the tensors too, but nobody has looked at the loss then.
+
+    Args:
+        optimizer: any torch optimizer over all parameters, the tensors included.
+        tensors: the expert tensors, as `find_expert_tensors` returns them, or any tensors; ``[E, ...]`` where the
+            mode has one hook an expert.
+        mode: a name from `MODES`, or a `Mode`.
+        accumulation: ``"exact"``: the hooks act on the last microbatch only, on the summed gradient.
+            ``"per_microbatch"``: they act on every microbatch (the paper's).
+        on_nonfinite: for a loss that is NaN or infinite: ``"skip"`` leaves the step out and counts it, ``"raise"``
+            raises FloatingPointError, ``"ignore"`` does not look.
+        check: ``"loss"``, or ``"gradient"`` to look at each gradient too: a tensor whose gradient is not finite is
+            left out and counted.
+        measure_norms: keep the norms of each step's gradients for `InBackward.grad_norms`.
+        names: names of further parameters by ``id``, for messages.
+
+    Returns:
+        A handle with ``.remove()``.
+
+    Raises:
+        ValueError: if the optimizer does not hold a tensor, a tensor is released already or is float16, or the mode
+            needs an element-wise optimizer and this one is not known to be.
+
+    Source: arXiv 2611.03577; torch's ``register_post_accumulate_grad_hook``.
+    """
+    mode = resolve_mode(mode)
+    for key, value, choices in (
+        ("accumulation", accumulation, get_args(Accumulation)),
+        ("on_nonfinite", on_nonfinite, get_args(OnNonfinite)),
+        ("check", check, get_args(Check)),
+    ):
+        if value not in choices:
+            raise ValueError(f"{key}={value!r}: expected one of {', '.join(map(repr, choices))}.")
+    experts = _named(tensors)
+    all_names = {**(names or {}), **{id(tensor): name for name, tensor in experts.items()}}
+    owned = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    for name, tensor in experts.items():
+        if id(tensor) not in owned and mode.in_backward != "none":
+            raise ValueError(
+                f"{name} is to be updated inside backward, but the optimizer does not hold it. Give the optimizer "
+                "all parameters of the model, this one included."
+            )
+        if tensor.dtype == torch.float16:
+            raise ValueError(
+                f"{name} is float16. Its gradients need loss scaling, and a step inside backward cannot be undone "
+                "when the scale proves too large. Use bfloat16 (precision='bf16-true' or 'bf16-mixed') or float32."
+            )
+    for tensor in (t for group in optimizer.param_groups for t in group["params"]):
+        if is_released(tensor) and mode.in_backward != "none":
+            raise ValueError(
+                f"{all_names.get(id(tensor), 'A tensor')} is already updated inside backward by another handle; call "
+                "that handle's remove() first."
+            )
+    if mode.granularity == "expert" and not is_element_wise(optimizer):
+        raise ValueError(
+            f"mode {mode_name(mode)!r} updates each expert's slice on its own, which equals updating the tensor only "
+            f"for element-wise optimizers; {type(optimizer).__name__} is not known to be one. Use mode='sonar', or "
+            "set `element_wise = True` on the optimizer if it is."
+        )
+    handle = InBackward(
+        optimizer,
+        experts,
+        mode=mode,
+        names=all_names,
+        accumulation=accumulation,
+        guard=NonfiniteGuard(on_nonfinite, check),
+        measure_norms=measure_norms,
+    )
+    handle.attach(optimizer)
+    return handle
+
+
+def _named(tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
+    if isinstance(tensors, Mapping):
+        return {str(name): tensor for name, tensor in tensors.items()}
+    return {f"tensor {index} {list(tensor.shape)}": tensor for index, tensor in enumerate(tensors)}
