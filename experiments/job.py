@@ -110,7 +110,7 @@ def _build(cfg: DictConfig) -> torch.nn.Module:
             attn_implementation=cfg.model.attn_implementation,
             checkpointing=cfg.model.checkpointing,
             trust_remote_code=cfg.model.trust_remote_code,
-            **cfg.model.overrides,
+            **OmegaConf.to_container(cfg.model.overrides),  # type: ignore[arg-type]
         )
     except (ValueError, ImportError, OSError) as error:
         raise SettingsError(f"The model could not be built: {error}") from error

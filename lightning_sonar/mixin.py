@@ -77,7 +77,7 @@ class SonarMoEMixin(_Base):
             raise RuntimeError(f"sonar_step drives one optimizer; configure_optimizers returned {len(optimizer)}.")
         if whole and not handle.accumulating:
             optimizer.step()
-            self._step_schedulers()
+            self._step_due("step", self.trainer.fit_loop.batch_idx)
         return loss.detach()
 
     @contextmanager
@@ -85,9 +85,6 @@ class SonarMoEMixin(_Base):
         """``sonar_step`` in this context only adds to the gradients; the next one outside it steps on the sum."""
         with self.in_backward.accumulate():
             yield
-
-    def _step_schedulers(self) -> None:
-        self._step_due("step", self.trainer.fit_loop.batch_idx)
 
     def on_train_epoch_end(self) -> None:
         """Step the schedulers that step once an epoch. An override must call this one."""

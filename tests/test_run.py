@@ -125,6 +125,7 @@ def test_a_sweep_with_a_failing_job_finishes_the_others_and_fails(tmp_path):
         ["callbacks=none", "logger=none"],
         ["callbacks=checkpoint"],
         ["experiment=smoke"],
+        ["+model.overrides.rope_parameters={rope_type:default,rope_theta:5000.0}", "export=hf"],
     ],
     ids=" ".join,
 )

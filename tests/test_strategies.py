@@ -292,18 +292,19 @@ def test_strategy_takes_the_device_that_the_trainer_chose(monkeypatch):
         _ = strategy.root_device
 
 
+class Dense(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def test_a_dense_model_is_refused_with_a_remedy():
-    class Dense(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     with pytest.raises(ValueError, match="No batched expert tensors found"):
         make_trainer(SonarMoEStrategy(), 1).fit(Dense(), torch.utils.data.DataLoader(torch.zeros(4, 4)))
 
@@ -321,17 +322,6 @@ def test_modes_without_hooks_train_a_model_whose_experts_are_frozen(mode):
 
 
 def test_standard_mode_trains_a_dense_model():
-    class Dense(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     data = torch.utils.data.DataLoader(torch.zeros(4, 4))
     make_trainer(SonarMoEStrategy(mode="standard"), 1).fit(Dense(), data)
     with pytest.raises(ValueError, match="No batched expert tensors found"):

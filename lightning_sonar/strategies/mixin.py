@@ -15,6 +15,7 @@ from lightning_sonar.experts import ExpertTensors, NoExpertsError, find_expert_t
 from lightning_sonar.in_backward import Accumulation, InBackward
 from lightning_sonar.modes import ExpertClip, Mode, resolve_mode
 from lightning_sonar.nonfinite import Check, OnNonfinite
+from lightning_sonar.optim.adamw import FusedAdamW
 from lightning_sonar.release import release_in_backward
 from lightning_sonar.strategies.checkpoints import AtomicCheckpointIO, refuse_in_mid_step
 
@@ -118,7 +119,8 @@ class SonarMoEStrategyMixin(_Base):
         self.in_backward = handle
         self.last_norm, self.skipped_steps, self.skipped_tensors = None, 0, 0
         # State from the start: memory does not grow after the first step, and resuming needs no more than training.
-        getattr(self.optimizers[0], "init_state", lambda: None)()
+        if isinstance(self.optimizers[0], FusedAdamW):
+            self.optimizers[0].init_state()
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
