@@ -81,7 +81,8 @@ def _compose(overrides: list[str], directory: Path, config_name: str) -> DictCon
             # The one without which the others compose; an override may be right only beside another one.
             rest = ((o, [other for other in overrides if other != o]) for o in overrides)
             bad = next((o for o, others in rest if _composes(others, config_name)), None)
-            raise OverrideError(_explain(bad, error, config_name, directory)) from error
+            others = [other for other in overrides if other != bad]
+            raise OverrideError(_explain(bad, others, error, config_name, directory)) from error
 
 
 def _composes(overrides: list[str], config_name: str) -> bool:
@@ -92,7 +93,7 @@ def _composes(overrides: list[str], config_name: str) -> bool:
     return True
 
 
-def _explain(override: str | None, error: Exception, config_name: str, directory: Path) -> str:
+def _explain(override: str | None, others: list[str], error: Exception, config_name: str, directory: Path) -> str:
     if override is None or "=" not in override:
         return str(error)
     if override.split("=", 1)[1].startswith("{"):
@@ -104,8 +105,7 @@ def _explain(override: str | None, error: Exception, config_name: str, directory
     if (directory / key).is_dir():
         choices = ", ".join(sorted(path.stem for path in (directory / key).glob("*.yaml")))
         return f"{override}: there is no {key} of that name. Choose one of {choices}."
-    config = compose(config_name)
-    node: Any = config
+    node: Any = compose(config_name, overrides=others)
     parent = ""
     for part in key.split("."):
         if not isinstance(node, DictConfig) or part not in node:
@@ -121,7 +121,7 @@ def _explain(override: str | None, error: Exception, config_name: str, directory
     close = difflib.get_close_matches(missing, valid, n=1)
     hint = f" Did you mean {parent + '.' if parent else ''}{close[0]}?" if close else ""
     if valid:
-        listing = f" Valid keys there: {', '.join(valid)}."
+        listing = f" Valid keys there: {', '.join(valid)}; a new one is set with +{override}."
     elif isinstance(node, DictConfig):
         listing = f" It is empty: add a key with +{override}."
     else:

@@ -40,7 +40,8 @@ def start(folder: Path, log: Path, *more: str) -> subprocess.Popen:
             [sys.executable, str(ROOT / "experiments/run.py"), *SETTINGS, f"hydra.run.dir='{folder}'", *more],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            # MKL promises equal bits in two processes only if told to: memory alignment may choose another path.
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "MKL_CBWR": "AVX2,STRICT"},
         )
 
 
