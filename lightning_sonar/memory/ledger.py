@@ -214,6 +214,16 @@ class Ledger:
         """When an event happened, in seconds of the book's clock."""
         return self._events[event].seconds
 
+    def split_at(self, event: int, label: str) -> dict[str, int]:
+        """Bytes with one label alive after an event, by the phase they were born in."""
+        sums: dict[str, int] = {}
+        self.levels  # noqa: B018  reads the book, so that every record knows its phase
+        for index in range(min(event + 1, len(self._events))):
+            line = self._events[index]
+            if line.record.label == label:
+                sums[line.record.phase] = sums.get(line.record.phase, 0) + line.delta
+        return {phase: nbytes for phase, nbytes in sums.items() if nbytes}
+
     def breakdown_at(self, event: int) -> dict[str, int]:
         """Bytes alive after an event, by label; labels with nothing alive are left out."""
         sums: dict[str, int] = {}
@@ -221,6 +231,17 @@ class Ledger:
             line = self._events[index]
             sums[line.record.label] = sums.get(line.record.label, 0) + line.delta
         return {label: nbytes for label, nbytes in sums.items() if nbytes}
+
+    def replay(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """``(storage, its bytes from now on)`` for each event, before the first phase and from then on."""
+        first = self._marks[0][0] if self._marks else 0
+        sizes: dict[int, int] = {}
+        lines: list[tuple[int, int]] = []
+        for event in self._events[: len(self.levels)]:
+            key = id(event.record)
+            sizes[key] = sizes.get(key, 0) + event.delta
+            lines.append((key, sizes[key]))
+        return lines[:first], lines[first:]
 
     def curves(self, events: Iterable[int] | None = None) -> dict[str, list[int]]:
         """Bytes alive by label after each of ``events`` (ascending; None means every event)."""

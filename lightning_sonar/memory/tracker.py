@@ -6,9 +6,10 @@ the same under ``FakeTensorMode``, where no memory is allocated at all (enter th
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ class StorageTracker(TorchDispatchMode):
     What it cannot see: memory that a kernel takes and gives back inside one operation, tensors made without
     an operator (a random generator's state: 5,056 bytes for each checkpointed region on a CPU), and storages
     that existed before and were not given to `track`. With any dispatch mode on, the autograd engine adds up
-    gradients of a tensor used several times out of place where it would add in place otherwise, so for a
-    moment such a sum holds one more copy than without the tracker. Regions under ``torch.compile`` run as
+    gradients of a tensor used several times out of place where it would add in place otherwise; the book
+    counts what happens without the tracker. Regions under ``torch.compile`` run as
     compiled as ever, but what their generated code allocates is not seen.
 
     Args:
@@ -171,7 +172,10 @@ class StorageTracker(TorchDispatchMode):
         # the tensors inside come back here.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
+        reused = args[0].untyped_storage() if _adds_in_place(func, args) else None
         result = func(*args, **(kwargs or {}))
+        if reused is not None:
+            self._retire(reused)
         for tensor in _flatten(result):
             self._saw(tensor, func, args, kwargs)
         return result
@@ -186,6 +190,13 @@ class StorageTracker(TorchDispatchMode):
                 self.ledger.resized(record, self._rounded(storage), str(func))
             elif not self._is_input(storage, args, kwargs):
                 self._register(storage, OTHER, str(func))
+
+    def _retire(self, storage: torch.UntypedStorage) -> None:
+        """Write a storage off now: without a tracker, what was just made would have been written into it."""
+        record = self._record_of(storage)
+        if record is not None:
+            del self._known[storage._cdata]
+            self.ledger.died(record)
 
     def _is_input(self, storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
         # A view of a tensor that was there before and that nobody asked us to track is not a birth.
@@ -222,6 +233,23 @@ class StorageTracker(TorchDispatchMode):
             ledger.died(record)
 
         known[address] = (weakref.ref(storage, on_death), record)
+
+
+def _adds_in_place(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether this is the engine adding up gradients out of place, where it would add in place without a mode.
+
+    It would where it holds the only reference to the sum so far. An addition of the engine's own has no Python
+    function between the dispatch and the call that runs backward, or the beginning of the engine's thread.
+    """
+    if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(1).f_back
+    while frame is not None and frame.f_code.co_name in ("inner", "_fn"):  # what keeps compilers out of a mode
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        return False
+    # Two: the tensor's own, and that of the Python object just made for it.
+    return torch._C._storage_Use_Count(args[0].untyped_storage()._cdata) == 2
 
 
 def _watched_resize(storage: torch.UntypedStorage, size: int) -> Any:

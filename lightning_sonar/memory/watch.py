@@ -27,9 +27,12 @@ class Watch:
         trainer: the trainer of the fit; its optimizers' state is labelled.
         module: the module whose parameters and gradients are labelled.
         experts: ``id`` of each expert tensor.
+        rounding: see `StorageTracker`; None is what the device's allocator does.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, experts: set[int]) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, module: pl.LightningModule, experts: set[int], rounding: int | None = None
+    ) -> None:
         self._module = module
         self._optimizers = trainer.optimizers
         self._experts = experts
@@ -38,7 +41,9 @@ class Watch:
         self._peaks: dict[str, int] = {}
         self._phase = ""
         self.saw_backward = False
-        self.tracker = StorageTracker(rounding=512 if self._cuda else 1, device=self._device)
+        if rounding is None:
+            rounding = 512 if self._cuda else 1
+        self.tracker = StorageTracker(rounding=rounding, device=self._device)
 
     def begin(self, batch: Any) -> None:
         """A batch begins, and with it the forward phase."""

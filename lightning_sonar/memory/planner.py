@@ -1,0 +1,265 @@
+"""The peak of a training step before it runs: `plan_memory`.
+
+The step is the real one, on fake tensors; see `simulate`. What remains to be modelled (expert kernels that cannot run
+here, what the caching allocator reserves, several ranks) says so in the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_sonar import models
+from lightning_sonar.experts import find_expert_tensors
+from lightning_sonar.language_model import LanguageModel, OptimizerFactory
+from lightning_sonar.memory.backend_models import MODELLED, use_model_of
+from lightning_sonar.memory.ledger import OTHER, Ledger
+from lightning_sonar.memory.report import (
+    DENSE_GRADIENTS,
+    EXPERT_GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    MemoryReport,
+    report_of,
+)
+from lightning_sonar.memory.reserved import reserved_bytes
+from lightning_sonar.memory.simulate import CUDA_ROUNDING, simulate_step
+from lightning_sonar.modes import Mode, mode_name, resolve_mode
+from lightning_sonar.optim import FusedAdamW
+from lightning_sonar.strategies import SonarMoEStrategy
+
+PRECISIONS = {
+    "bf16-true": torch.bfloat16,
+    "bf16-mixed": torch.float32,
+    "32": torch.float32,
+    "32-true": torch.float32,
+}
+"""The dtype of parameters under each of Lightning's precisions that the strategies take."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The predicted memory of one training step, in bytes.
+
+    Attributes:
+        model: name of the model.
+        size: ``tiny``, ``full``, or ``""`` for a module of the caller's.
+        mode: name of the mode.
+        backend: the expert kernel; ends in ``(model)`` where its allocations are modelled.
+        optimizer: class of the optimizer.
+        batch_size: sequences in a microbatch.
+        seq_len: tokens in a sequence.
+        checkpointing: whether decoder layers are checkpointed.
+        loss: ``full`` or ``chunked`` cross-entropy.
+        precision: Lightning's precision.
+        peak_bytes: most bytes alive at once, rounded as the device's allocator rounds each storage.
+        peak_phase: the phase of the peak: ``forward``, ``backward``, ``clip``, ``step`` or ``done``.
+        peak_op: the operation that reached it.
+        split: bytes at the peak: ``parameters``, ``optimizer_state``, ``expert_gradients``, ``dense_gradients``,
+            ``activations`` (born in forward) and ``temporaries`` (born later). Sums to the peak.
+        peak_expert_grads: expert tensors whose gradient was alive at the same time, at most.
+        reserved_bytes: an estimate of what the caching allocator reserves for this step.
+        params_total: number of parameters.
+        params_expert: number of parameters in expert tensors.
+        report: the step as the profiler would report it; times mean nothing here, the order of events does.
+        notes: what is modelled.
+    """
+
+    model: str
+    size: str
+    mode: str
+    backend: str
+    optimizer: str
+    batch_size: int
+    seq_len: int
+    checkpointing: bool
+    loss: str
+    precision: str
+    peak_bytes: int
+    peak_phase: str
+    peak_op: str
+    split: dict[str, int]
+    peak_expert_grads: int
+    reserved_bytes: int
+    params_total: int
+    params_expert: int
+    report: MemoryReport = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the curve left out."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "report"}
+        return values | {"notes": list(self.notes)}
+
+
+def plan_memory(
+    model: str | Callable[[], pl.LightningModule] = "olmoe",
+    *,
+    mode: str | Mode = "sonar",
+    batch: Mapping[str, Any] | None = None,
+    size: models.Size = "full",
+    backend: str = "grouped_mm",
+    optimizer: OptimizerFactory | None = None,
+    batch_size: int = 2,
+    seq_len: int = 256,
+    checkpointing: bool = False,
+    loss: str = "full",
+    precision: str = "bf16-true",
+    gradient_clip_val: float | None = 1.0,
+    accumulate_grad_batches: int = 1,
+    strategy: Callable[[], SonarMoEStrategy] | None = None,
+    rounding: int = CUDA_ROUNDING,
+    model_id: str | None = None,
+    num_layers: int | None = None,
+    router_aux_loss: float = 0.0,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    **overrides: Any,
+) -> MemoryPlan:
+    """Predict the peak memory of a training step without allocating it; about 3 seconds for OLMoE-1B-7B.
+
+    Args:
+        model: a name that `models.build` knows (``"hf"`` with ``model_id`` needs only the configuration), or a
+            function that makes a LightningModule whose parameters have the dtype they train in.
+        mode: a named mode, or a `Mode`.
+        batch: for a module of one's own: a batch of the true shapes, on the CPU; its values do not matter.
+        size: ``"full"`` or ``"tiny"``.
+        backend: an expert kernel of transformers' dispatch, or one that is modelled: ``"sonicmoe"``.
+        optimizer: makes the optimizer from the parameters; None is `FusedAdamW`. For a named model only.
+        batch_size: sequences in a microbatch.
+        seq_len: tokens in a sequence; all of them count as filled, so no attention mask is built.
+        checkpointing: activation checkpointing of the decoder layers.
+        loss: ``"full"`` or ``"chunked"`` cross-entropy.
+        precision: ``"bf16-true"``, ``"bf16-mixed"`` or ``"32"``.
+        gradient_clip_val: the Trainer's; not used in a mode that clips nothing.
+        accumulate_grad_batches: the Trainer's.
+        strategy: makes the strategy, if its other arguments matter; ``mode`` is then taken from it.
+        rounding: bytes to a multiple of which storages are rounded up; 1 is exact, as on a CPU.
+        model_id: for ``"hf"``: a hub id or a local folder with a ``config.json``.
+        num_layers: number of decoder layers, if not the model's own.
+        router_aux_loss: weight of the router's load-balancing loss.
+        attn_implementation: transformers' attention implementation.
+        trust_remote_code: whether code beside the configuration may run.
+        overrides: further values of the model's configuration.
+
+    Returns:
+        The plan. Fake tensors live on the CPU, so kernels are those of the CPU where a device chooses; what a kernel
+        takes and gives back inside one operation is not seen.
+
+    Raises:
+        ValueError: for a precision, model or mode that does not exist.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}.")
+    resolved = strategy().mode if strategy is not None else resolve_mode(mode)
+    notes: list[str] = []
+    label = backend
+    if backend in MODELLED:
+        label = use_model_of(backend)
+        notes.append(f"backend {backend} is modelled by what its forward and backward allocate")
+    make_optimizer = optimizer or functools.partial(FusedAdamW, lr=1e-5)
+    found: dict[str, Any] = {}
+
+    def build() -> pl.LightningModule:
+        if callable(model):
+            module = model()
+        else:
+            network = models.build(
+                model,
+                size,
+                num_layers=num_layers,
+                model_id=model_id,
+                backend=label,
+                dtype=PRECISIONS[precision],
+                checkpointing=checkpointing,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                **overrides,
+            )
+            module = LanguageModel(network, _noting(make_optimizer, found), router_aux_loss=router_aux_loss, **({} if loss == "full" else {"loss": loss}))
+        experts = find_expert_tensors(module)
+        found["experts"] = experts.numel
+        found["total"] = experts.total_numel
+        return module
+
+    ledger = simulate_step(
+        build,
+        lambda: _fake(batch) if batch is not None else language_batch(batch_size, seq_len),
+        strategy=strategy() if strategy is not None else SonarMoEStrategy(mode=resolved),
+        rounding=rounding,
+        hit_rate=lambda module: 1 / _number_of_experts(module),
+        gradient_clip_val=gradient_clip_val if resolved.clip != "none" else None,
+        accumulate_grad_batches=accumulate_grad_batches,
+        precision=precision,
+    )
+    report = report_of(ledger, device="planned")
+    return MemoryPlan(
+        model=model if isinstance(model, str) else "module",
+        size=size if isinstance(model, str) else "",
+        mode=mode_name(resolved),
+        backend=label,
+        optimizer=found.get("optimizer", "the module's"),
+        batch_size=batch_size,
+        seq_len=seq_len,
+        checkpointing=checkpointing,
+        loss=loss,
+        precision=precision,
+        peak_bytes=report.peak_bytes,
+        peak_phase=report.peak_phase,
+        peak_op=report.peak_op,
+        split=split_of(ledger),
+        peak_expert_grads=report.peak_expert_gradients,
+        reserved_bytes=reserved_bytes(ledger),
+        params_total=found["total"],
+        params_expert=found["experts"],
+        report=report,
+        notes=tuple(notes),
+    )
+
+
+def language_batch(batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """A batch for `LanguageModel`, int64 ``[B, T]`` each; to be called under a fake mode."""
+    tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.zeros_like(tokens)}
+
+
+def split_of(ledger: Ledger) -> dict[str, int]:
+    """Bytes at the peak by what they hold; what has no label is an activation if it was born in forward."""
+    event = ledger.peak_event
+    at_peak = ledger.breakdown_at(event)
+    split = {name: at_peak.get(name, 0) for name in (PARAMETERS, OPTIMIZER_STATE, EXPERT_GRADIENTS, DENSE_GRADIENTS)}
+    others = ledger.split_at(event, OTHER)
+    split["activations"] = others.pop("forward", 0)
+    split["temporaries"] = sum(others.values())
+    return split
+
+
+def _fake(batch: Any) -> Any:
+    """A batch of the same shapes on fake tensors."""
+    if isinstance(batch, torch.Tensor):
+        return torch.empty(batch.shape, dtype=batch.dtype)
+    if isinstance(batch, Mapping):
+        return {key: _fake(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_fake(value) for value in batch)
+    return batch
+
+
+def _noting(make: OptimizerFactory, found: dict[str, Any]) -> OptimizerFactory:
+    def noting(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        found["optimizer"] = type(optimizer).__name__
+        return optimizer
+
+    return noting
+
+
+def _number_of_experts(module: nn.Module) -> int:
+    return max(tensor.shape[0] for tensor in find_expert_tensors(module).tensors)

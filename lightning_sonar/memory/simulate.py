@@ -1,0 +1,195 @@
+"""A training step on fake tensors: the real `Trainer.fit`, hooks and optimizer, with nothing allocated.
+
+Fake tensors have shapes, dtypes and storages that are born and die, and no memory behind them. So the step that is
+simulated is the step that will run, not a second description of it, and the tracker that measures real runs books
+this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_sonar.experts import NoExpertsError, find_expert_tensors
+from lightning_sonar.memory.ledger import Ledger
+from lightning_sonar.memory.watch import Watch
+
+CUDA_ROUNDING = 512
+"""Bytes to a multiple of which PyTorch's CUDA caching allocator rounds each allocation."""
+
+aten = torch.ops.aten
+
+
+class SimulationMode(FakeTensorMode):
+    """Fake tensors that answer what a training step asks of values.
+
+    A number read from a tensor is 0 (False). Routing is uniform: every expert has tokens, each the same share.
+
+    Args:
+        hit_rate: the share of (token, choice) pairs that go to one expert, where a model asks for their indices.
+    """
+
+    def __init__(self, hit_rate: float = 1.0) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.hit_rate = hit_rate
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
+        if func is aten.nonzero.default:
+            # A list of experts that have tokens: all of them. A table of who goes to one expert: its share.
+            mask = args[0]
+            hits = mask.numel() if mask.dim() == 1 else math.ceil(mask.numel() * self.hit_rate)
+            return mask.new_empty((hits, mask.dim()), dtype=torch.int64)
+        if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
+            # Its fake version knows bfloat16 only; the output is laid out the same.
+            narrow = [value.to(torch.bfloat16) if _is_fp32(value) else value for value in args]
+            return super().__torch_dispatch__(func, types, tuple(narrow), kwargs or {}).to(torch.float32)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def _is_fp32(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32
+
+
+class Batches:
+    """One batch, given out a number of times. A DataLoader would read values, which fake tensors have not."""
+
+    def __init__(self, batch: Any, number: int) -> None:
+        self.batch, self.number = batch, number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.number):
+            yield self.batch
+
+
+class _SecondStep(pl.Callback):
+    """Watches the second optimizer step: in the first one some optimizers have no state yet."""
+
+    def __init__(self, rounding: int) -> None:
+        self.rounding = rounding
+        self.watch: Watch | None = None
+        self.ended = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= 1 and not self.ended:
+            if self.watch is None:
+                engine = getattr(trainer.strategy, "in_backward", None)
+                self.watch = Watch(trainer, pl_module, _expert_ids(engine, pl_module), rounding=self.rounding)
+                if engine is not None:
+                    engine.observers.append(self)
+            self.watch.begin(batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.watch is not None and not self.ended:
+            self.watch.end()
+            self.ended = trainer.global_step >= 2
+
+    def on_phase(self, phase: str) -> None:
+        if self.watch is not None and not self.ended:
+            if phase in ("clip", "step", "done"):
+                self.watch.label_gradients()
+            self.watch.mark(phase)
+
+    def on_gradient(self, tensor: Tensor) -> None:
+        if self.watch is not None and not self.ended:
+            self.watch.label_gradient(tensor)
+
+
+def _expert_ids(engine: Any, module: pl.LightningModule) -> set[int]:
+    if engine is not None:
+        return {id(tensor) for tensor in engine.experts.values()}
+    try:
+        return {id(tensor) for tensor in find_expert_tensors(module).tensors}
+    except NoExpertsError:
+        return set()
+
+
+def simulate_step(
+    build: Callable[[], pl.LightningModule],
+    make_batch: Callable[[], Any],
+    *,
+    strategy: Strategy,
+    rounding: int = CUDA_ROUNDING,
+    hit_rate: Callable[[pl.LightningModule], float] | None = None,
+    accumulate_grad_batches: int = 1,
+    **trainer_options: Any,
+) -> Ledger:
+    """Fit for two optimizer steps on fake tensors and return the book of the second.
+
+    Args:
+        build: makes the module, with its parameters in the dtype they train in; called under the fake mode.
+        make_batch: makes a batch of the true shapes; called under the fake mode.
+        strategy: the strategy to fit with; must be new.
+        rounding: storages are rounded up to a multiple of this many bytes; 1 is exact, as on a CPU.
+        hit_rate: from the module, the share of (token, choice) pairs that one expert gets; None means 1.
+        accumulate_grad_batches: batches of one optimizer step.
+        trainer_options: further arguments of the Trainer, such as ``gradient_clip_val`` and ``precision``.
+
+    Returns:
+        The ledger of the second step, phases marked and storages labelled. Nothing was allocated.
+    """
+    mode = SimulationMode()
+    watcher = _SecondStep(rounding)
+    with _quietly(), mode:
+        module = build()
+        if hit_rate is not None:
+            mode.hit_rate = hit_rate(module)
+        # Fake parameters cannot be moved, and need not be.
+        for name in ("to", "cpu", "cuda"):
+            object.__setattr__(module, name, lambda *args, **kwargs: module)
+        # Logging copies tensors through their storage, which fake ones refuse; what is logged are single numbers.
+        for name in ("log", "log_dict"):
+            object.__setattr__(module, name, lambda *args, **kwargs: None)
+        trainer = pl.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            max_steps=2,
+            accumulate_grad_batches=accumulate_grad_batches,
+            callbacks=[watcher],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            **trainer_options,
+        )
+        trainer.fit(module, Batches(make_batch(), 2 * accumulate_grad_batches))
+        if watcher.watch is None:
+            raise RuntimeError("The simulated fit ended before its second step; the module's loop stops too early.")
+        watcher.watch.close()
+    return watcher.watch.tracker.ledger
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Nothing that a simulated fit says about devices, loaders or logging concerns the user."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
+    loggers.append(logging.getLogger("lightning.pytorch.utilities.rank_zero"))
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
