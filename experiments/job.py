@@ -24,9 +24,14 @@ from experiments.settings import PRECISIONS, SettingsError, device_of, settle
 from lightning_sonar import models
 from lightning_sonar.data import DataError
 from lightning_sonar.language_model import LanguageModel
+from lightning_sonar.memory.out_of_memory import is_out_of_memory
+from lightning_sonar.output_head import OutputHeadError
 from lightning_sonar.strategies.checkpoints import CheckpointError
 
 console = Console(highlight=False)
+
+OUT_OF_MEMORY = 3
+"""Exit code of a run that went out of memory: its settings are not wrong (that is 2), but too large for the machine."""
 
 
 def run_job(cfg: DictConfig, folder: Path) -> int:
@@ -36,11 +41,16 @@ def run_job(cfg: DictConfig, folder: Path) -> int:
     except Exception as error:
         # Hydra wraps what a class says about its arguments.
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        if isinstance(cause, (SettingsError, DataError, CheckpointError)):
+        if isinstance(cause, (SettingsError, DataError, CheckpointError, OutputHeadError)):
             print(f"error: {cause}", file=sys.stderr)
             (folder / "error.txt").write_text(f"{cause}\n")
             return 2
         (folder / "error.txt").write_text(traceback.format_exc())
+        if cause is not None and is_out_of_memory(cause):
+            # The note is MemoryProfiler's; without one the exception has to do.
+            notes = getattr(cause, "__notes__", None) or [f"Out of memory. {cause}"]
+            print("error: " + "\n".join(notes), file=sys.stderr)
+            return OUT_OF_MEMORY
         raise
     return 0
 
@@ -62,6 +72,7 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         instantiate(cfg.optimizer),
         instantiate(cfg.scheduler),
         router_aux_loss=cfg.model.router_aux_loss,
+        loss=cfg.model.loss,
         settings=OmegaConf.to_container(cfg),  # type: ignore[arg-type]
     )
     history = History()
@@ -167,6 +178,7 @@ def _check_disk(model: torch.nn.Module, folder: Path) -> None:
 def _quiet() -> None:
     """Silence what a user of this command cannot act on."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    logging.getLogger("lightning_sonar.memory.explain").setLevel(logging.CRITICAL)  # `run_job` prints it
     for text in (
         "does not have many workers",
         "Experiment logs directory .* exists and is not empty",

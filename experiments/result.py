@@ -87,6 +87,7 @@ def collect(
         "params_expert": experts.numel,
         "mode": cfg.mode.name,
         "backend": cfg.backend.name,
+        "loss": cfg.model.loss,
         "optimizer": str(cfg.optimizer._target_).rsplit(".", 1)[-1],
         "data": cfg.data.source,
         "device": device.type,

@@ -13,6 +13,7 @@ from lightning_sonar import models
 from lightning_sonar.backends import BACKENDS, resolve_backend
 from lightning_sonar.clipping import check_clip
 from lightning_sonar.in_backward import Accumulation
+from lightning_sonar.language_model import Loss
 from lightning_sonar.memory.sizing import checkpoint_reachable, memory_there, training_requirement
 from lightning_sonar.modes import ExpertClip, resolve_mode
 from lightning_sonar.nonfinite import Check, OnNonfinite
@@ -51,19 +52,25 @@ def settle(cfg: DictConfig, say: Callable[[str], None] = print) -> DictConfig:
         cfg.model.size = settle_size(cfg, device, say)
         if cfg.model.pretrained is None:
             cfg.model.pretrained = cfg.model.size == "full"
-        defaults = cfg.size_defaults[cfg.model.size]
-        if cfg.data.seq_len is None:
-            cfg.data.seq_len = defaults.seq_len
-        if cfg.optimizer.get("lr", 0.0) is None:
-            cfg.optimizer.lr = defaults.lr
-        if cfg.trainer.max_steps is None:
-            cfg.trainer.max_steps = defaults.max_steps if cfg.trainer.max_epochs is None else -1
+        settle_defaults(cfg, cfg.model.size)
         try:
             cfg.backend.name = resolve_backend(cfg.backend.name, device)
         except (ValueError, RuntimeError) as error:
             raise SettingsError(str(error)) from error
     try_optimizer(cfg)
     return cfg
+
+
+def settle_defaults(cfg: DictConfig, size: str) -> None:
+    """Fill in, in place, what depends on the size."""
+    defaults = cfg.size_defaults[size]
+    with open_dict(cfg):
+        if cfg.data.seq_len is None:
+            cfg.data.seq_len = defaults.seq_len
+        if cfg.optimizer.get("lr", 0.0) is None:
+            cfg.optimizer.lr = defaults.lr
+        if cfg.trainer.max_steps is None:
+            cfg.trainer.max_steps = defaults.max_steps if cfg.trainer.max_epochs is None else -1
 
 
 def try_optimizer(cfg: DictConfig) -> None:
@@ -173,6 +180,7 @@ def check_values(cfg: DictConfig) -> None:
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.size": ("auto", "tiny", "full"),
     "model.name": (*models.PRESETS, "hf"),
+    "model.loss": get_args(Loss),
     "backend.name": ("auto", *BACKENDS),
     "mode.expert_clip": get_args(ExpertClip),
     "mode.accumulation": get_args(Accumulation),

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, SumMetric
 from torchmetrics.text import Perplexity
 
 from lightning_sonar.losses import IGNORED, response_cross_entropy, shift
 from lightning_sonar.mixin import SonarMoEMixin
+from lightning_sonar.output_head import check_output_head, forward_with_loss
 from lightning_sonar.router_load import watch_router_load
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Batch = Mapping[str, Tensor]
+Loss = Literal["full", "chunked"]
 
 
 class LanguageModel(SonarMoEMixin, L.LightningModule):
@@ -33,6 +35,12 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
         scheduler: makes a learning-rate scheduler, stepped once a step; ``None`` for a constant rate.
         router_aux_loss: weight of the router's load-balancing loss; 0 leaves it out, as transformers does.
         settings: whatever the module was made from, in plain containers; stands in its checkpoints.
+        loss: ``"full"`` computes the loss from the model's logits; ``"chunked"`` from the last hidden states, in
+            chunks, so that the whole logits never exist (`lightning_sonar.chunked_loss`). They agree within rounding.
+
+    Raises:
+        ValueError: for an unknown ``loss``. On the first batch `lightning_sonar.output_head.OutputHeadError`, if
+            ``loss="chunked"`` does not fit the model.
     """
 
     def __init__(
@@ -42,15 +50,20 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
         scheduler: SchedulerFactory | None = None,
         router_aux_loss: float = 0.0,
         settings: Mapping[str, Any] | None = None,
+        loss: Loss = "full",
     ) -> None:
         super().__init__()
+        if loss not in get_args(Loss):
+            raise ValueError(f"LanguageModel(loss={loss!r}): expected one of {', '.join(get_args(Loss))}.")
         # Plain containers: a configuration object in a checkpoint could not be loaded with weights_only.
         self.save_hyperparameters({"settings": dict(settings or {})}, logger=False)
         self.model = model
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
         self.router_aux_loss = router_aux_loss
-        self._perplexity: list[Metric] = []
+        self.loss_kind: Loss = loss
+        self._head_checked = False
+        self._heldout: list[Metric] = []
 
     def forward(self, batch: Batch, **kwargs: Any) -> Any:
         # The cache would keep every layer's keys and values alive until the step ends.
@@ -61,11 +74,25 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
     def loss(self, batch: Batch) -> Tensor:
         """Mean cross-entropy over the response tokens, and the router's auxiliary loss if asked for; 0-dim."""
         if not self.router_aux_loss:
-            return response_cross_entropy(self(batch).logits, batch["labels"])[0]
-        output = self(batch, output_router_logits=True)
-        return response_cross_entropy(output.logits, batch["labels"])[0] + self.router_aux_loss * output.aux_loss
+            return self._run(batch)[1]
+        output, loss, _ = self._run(batch, output_router_logits=True)
+        return loss + self.router_aux_loss * output.aux_loss
+
+    def _run(self, batch: Batch, **kwargs: Any) -> tuple[Any, Tensor, Tensor]:
+        """The model's output, the mean loss and the number of tokens it is the mean of."""
+        if self.loss_kind == "chunked":
+            self._check_head(batch)
+            return forward_with_loss(self.model, lambda: self(batch, **kwargs), batch["labels"])
+        output = self(batch, **kwargs)
+        return output, *response_cross_entropy(output.logits, batch["labels"])
+
+    def _check_head(self, batch: Batch) -> None:
+        if self.loss_kind == "chunked" and not self._head_checked:
+            check_output_head(self.model, batch["input_ids"])
+            self._head_checked = True
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self._check_head(batch)  # before the router's load is watched: its few tokens do not count
         logs = (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
         with watch_router_load(self.model) if logs else nullcontext() as load:
             loss = self.loss(batch)
@@ -85,18 +112,30 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        # Not a submodule: a module cast to bfloat16 would take the metric's sums along, and round them away.
-        self._perplexity = [Perplexity(ignore_index=IGNORED).set_dtype(torch.float32).to(self.device)]
+        if self.loss_kind == "full":
+            metrics: list[Metric] = [Perplexity(ignore_index=IGNORED)]
+        else:
+            # Summed loss and tokens. MeanMetric would do, but it drops NaN, or else (torchmetrics 1.9) its weights.
+            metrics = [SumMetric(nan_strategy="disable"), SumMetric(nan_strategy="disable")]
+        # No submodules: a module cast to bfloat16 would take the metrics' sums along, and round them away.
+        self._heldout = [metric.set_dtype(torch.float32).to(self.device) for metric in metrics]
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if self.loss_kind == "chunked":
+            _, loss, tokens = self._run(batch)
+            self._heldout[0].update(loss * tokens)
+            self._heldout[1].update(tokens)
+            return
         predicted, wanted = shift(self(batch).logits, batch["labels"])
-        self._perplexity[0].update(predicted.float(), wanted)
+        self._heldout[0].update(predicted.float(), wanted)
 
     def on_validation_epoch_end(self) -> None:
-        perplexity = self._perplexity.pop().compute()
+        found = [metric.compute() for metric in self._heldout]
+        self._heldout.clear()
         # Perplexity is the exponential of the mean over all tokens, so its logarithm is the token-weighted loss.
-        self.log("heldout_loss", perplexity.log(), prog_bar=True)
-        self.log("heldout_perplexity", perplexity)
+        loss = found[0].log() if self.loss_kind == "full" else found[0] / found[1]
+        self.log("heldout_loss", loss, prog_bar=True)
+        self.log("heldout_perplexity", loss.exp() if self.loss_kind == "chunked" else found[0])
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer_factory(parameter for parameter in self.parameters() if parameter.requires_grad)

@@ -83,6 +83,58 @@ def draw_memory(report: MemoryReport | Mapping[str, Any], path: str | Path, titl
     figure.savefig(path)
 
 
+def draw_plans(plans: Mapping[str, Mapping[str, list[float]]], path: str | Path, title: str) -> None:
+    """Draw live memory over a planned step, one line a plan.
+
+    Args:
+        plans: the curves of `MemoryPlan`, by what the legend calls them; at most six.
+        path: the file to write; its ending decides the format.
+        title: a line above the figure.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.8), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    # Backward is where the lines part, so it gets the most room; each phase has the same width in every plan.
+    edges = (0.0, 1.0, 3.6, 3.9, 4.6)
+    top = 0.0
+    for (name, curve), (style, shade) in zip(plans.items(), _LINES, strict=False):
+        places = []
+        for position in curve["position"]:
+            phase = min(int(position), len(edges) - 2)
+            places.append(edges[phase] + (position - phase) * (edges[phase + 1] - edges[phase]))
+        live = [value / 1e9 for value in curve["live_bytes"]]
+        peak = max(live)
+        top = max(top, peak)
+        axes.step(
+            places, live, where="post", linestyle=style, color=shade, linewidth=1.6, label=f"{name}: {peak:,.2f} GB"
+        )
+        axes.plot([places[live.index(peak)]], [peak], marker="o", color=shade, markersize=6)
+    for start, end, phase in zip(edges, edges[1:], ("forward", "backward", "clip", "step"), strict=False):
+        axes.axvline(start, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
+        axes.text((start + end) / 2, 1.01, phase, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, top * 1.12)
+    axes.set_xticks([])
+    axes.set_xlabel("order of allocations within each phase (not time)")
+    axes.set_ylabel("live memory, predicted (GB, 1 GB = 1,000,000,000 bytes)")
+    axes.set_title(title, pad=20)
+    axes.legend(loc="lower right", title="peak (marked)")
+    figure.savefig(path)
+
+
+_LINES = (
+    ("-", "#111111"),
+    ("-", "#d9480f"),
+    ("--", "#1f6fb2"),
+    (":", "#555555"),
+    ("-.", "#2b8a3e"),
+    ((0, (1, 1)), "#862e9c"),
+)
+
+
 def _draw_phases(axes: Any, phases: list[dict[str, Any]], end: float) -> None:
     """A line where each phase begins and its name above the axes, as far as there is room."""
     free_from = -1.0

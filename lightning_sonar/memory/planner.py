@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_sonar import models
 from lightning_sonar.experts import find_expert_tensors
-from lightning_sonar.language_model import LanguageModel, OptimizerFactory
+from lightning_sonar.language_model import LanguageModel, Loss, OptimizerFactory
 from lightning_sonar.memory.backend_models import MODELLED, use_model_of
 from lightning_sonar.memory.ledger import OTHER, Ledger
 from lightning_sonar.memory.report import (
@@ -68,7 +68,8 @@ class MemoryPlan:
         reserved_bytes: an estimate of what the caching allocator reserves for this step.
         params_total: number of parameters.
         params_expert: number of parameters in expert tensors.
-        report: the step as the profiler would report it; times mean nothing here, the order of events does.
+        curve: ``position`` and ``live_bytes``, equally long: live memory over the step. A position is the number of
+            the phase (forward 0, backward 1, clip 2, step 3) plus the share of its events that have happened.
         notes: what is modelled.
     """
 
@@ -90,12 +91,12 @@ class MemoryPlan:
     reserved_bytes: int
     params_total: int
     params_expert: int
-    report: MemoryReport = field(repr=False)
+    curve: dict[str, list[float]] = field(repr=False)
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the curve left out."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "report"}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "curve"}
         return values | {"notes": list(self.notes)}
 
 
@@ -109,8 +110,9 @@ def plan_memory(
     optimizer: OptimizerFactory | None = None,
     batch_size: int = 2,
     seq_len: int = 256,
+    padding: bool = True,
     checkpointing: bool = False,
-    loss: str = "full",
+    loss: Loss = "full",
     precision: str = "bf16-true",
     gradient_clip_val: float | None = 1.0,
     accumulate_grad_batches: int = 1,
@@ -134,7 +136,8 @@ def plan_memory(
         backend: an expert kernel of transformers' dispatch, or one that is modelled: ``"sonicmoe"``.
         optimizer: makes the optimizer from the parameters; None is `FusedAdamW`. For a named model only.
         batch_size: sequences in a microbatch.
-        seq_len: tokens in a sequence; all of them count as filled, so no attention mask is built.
+        seq_len: tokens in a sequence.
+        padding: whether sequences are padded, so that an attention mask ``[B, 1, T, T]`` is built.
         checkpointing: activation checkpointing of the decoder layers.
         loss: ``"full"`` or ``"chunked"`` cross-entropy.
         precision: ``"bf16-true"``, ``"bf16-mixed"`` or ``"32"``.
@@ -183,7 +186,7 @@ def plan_memory(
                 trust_remote_code=trust_remote_code,
                 **overrides,
             )
-            module = LanguageModel(network, _noting(make_optimizer, found), router_aux_loss=router_aux_loss, **({} if loss == "full" else {"loss": loss}))
+            module = LanguageModel(network, _noting(make_optimizer, found), router_aux_loss=router_aux_loss, loss=loss)
         experts = find_expert_tensors(module)
         found["experts"] = experts.numel
         found["total"] = experts.total_numel
@@ -191,7 +194,7 @@ def plan_memory(
 
     ledger = simulate_step(
         build,
-        lambda: _fake(batch) if batch is not None else language_batch(batch_size, seq_len),
+        lambda: _fake(batch) if batch is not None else language_batch(batch_size, seq_len, padding),
         strategy=strategy() if strategy is not None else SonarMoEStrategy(mode=resolved),
         rounding=rounding,
         hit_rate=lambda module: 1 / _number_of_experts(module),
@@ -219,15 +222,16 @@ def plan_memory(
         reserved_bytes=reserved_bytes(ledger),
         params_total=found["total"],
         params_expert=found["experts"],
-        report=report,
+        curve=_curve(ledger, report),
         notes=tuple(notes),
     )
 
 
-def language_batch(batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+def language_batch(batch_size: int, seq_len: int, padding: bool = True) -> dict[str, Any]:
     """A batch for `LanguageModel`, int64 ``[B, T]`` each; to be called under a fake mode."""
     tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.zeros_like(tokens)}
+    mask = torch.ones_like(tokens) if padding else None
+    return {"input_ids": tokens, "attention_mask": mask, "labels": torch.zeros_like(tokens)}
 
 
 def split_of(ledger: Ledger) -> dict[str, int]:
@@ -239,6 +243,21 @@ def split_of(ledger: Ledger) -> dict[str, int]:
     split["activations"] = others.pop("forward", 0)
     split["temporaries"] = sum(others.values())
     return split
+
+
+_PHASES = ("forward", "backward", "clip", "step")
+
+
+def _curve(ledger: Ledger, report: MemoryReport) -> dict[str, list[float]]:
+    positions: list[float] = []
+    live: list[float] = []
+    spans = [span for span in ledger.spans if span.phase in _PHASES]
+    for event, level in zip(report.timeline["event"], report.timeline["live_bytes"], strict=True):
+        span = next((s for s in spans if s.start <= event < s.end), None)
+        if span is not None:
+            positions.append(round(_PHASES.index(span.phase) + (event - span.start) / (span.end - span.start), 5))
+            live.append(level)
+    return {"position": positions, "live_bytes": live}
 
 
 def _fake(batch: Any) -> Any:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lightning_sonar.memory.ledger import OTHER, Ledger
 
 PARAMETERS = "parameters"
@@ -26,6 +28,9 @@ TRACKER = "storage tracker"
 CUDA_ALLOCATOR = "cuda caching allocator"
 
 MAX_POINTS = 2_000
+
+MAX_GAP = 0.05
+"""A prediction that is further off than this share of itself is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class MemoryReport:
         profiled_steps: how many steps were profiled.
         warmup_steps: how many steps came before the first of them.
         notes: what a reader should know about these figures.
+        peak_bytes_per_rank: ``peak_bytes`` of each rank, None for one without a report; None with one rank only.
+            All other figures are of the rank that holds the report.
+        peak_expert_gradient_bytes_per_rank: the same of ``peak_expert_gradient_bytes``.
+        predicted_peak_bytes: what was predicted before the run, if anything was.
+        prediction_gap: ``(peak_bytes - predicted_peak_bytes) / predicted_peak_bytes``.
     """
 
     peak_bytes: int
@@ -76,6 +86,10 @@ class MemoryReport:
     profiled_steps: int = 1
     warmup_steps: int = 0
     notes: list[str] = field(default_factory=list)
+    peak_bytes_per_rank: list[int | None] | None = None
+    peak_expert_gradient_bytes_per_rank: list[int | None] | None = None
+    predicted_peak_bytes: int | None = None
+    prediction_gap: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dictionaries, lists and numbers."""
@@ -83,8 +97,7 @@ class MemoryReport:
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON; the file appears whole or not at all."""
-        text = json.dumps(self.to_dict(), indent=1)
-        write_atomically(Path(path), lambda target: target.write_text(text + "\n", encoding="utf-8"))
+        write_json(Path(path), self.to_dict())
 
 
 def report_of(
@@ -135,6 +148,32 @@ def report_of(
         profiled_step=step,
         notes=list(notes or ()),
     )
+
+
+def prediction_gap(measured: int, predicted: int | None, notes: list[str]) -> float | None:
+    """``(measured - predicted) / predicted``; beyond `MAX_GAP` it warns on rank 0 and adds a note. Bytes."""
+    if predicted is None:
+        return None
+    gap = (measured - predicted) / predicted
+    if abs(gap) > MAX_GAP:
+        note = f"The measured peak is {size_text(measured)}, {gap:+.1%} off the predicted {size_text(predicted)}."
+        notes.append(note)
+        rank_zero_warn(f"{note} Other runs of this kind may be predicted as wrongly.")
+    return gap
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes for a reader: ``12.35 GB``, ``430.1 MB``, ``2.0 kB``; powers of ten."""
+    for unit, digits, factor in (("GB", 2, 1e9), ("MB", 1, 1e6), ("kB", 1, 1e3)):
+        if abs(nbytes) >= factor:
+            return f"{nbytes / factor:.{digits}f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write plain figures as JSON; the file appears whole or not at all."""
+    text = json.dumps(value, indent=1)
+    write_atomically(path, lambda target: target.write_text(text + "\n", encoding="utf-8"))
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
