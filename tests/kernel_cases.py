@@ -6,11 +6,10 @@ one process cannot do both. `interpret` needs the variable set, `compile` needs 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-import subprocess
 import sys
-import tempfile
 
 import numpy
 import torch
@@ -37,6 +36,14 @@ OPTIONS = {
 }
 SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 NAMES = ("param", "exp_avg", "exp_avg_sq", "step")
+# Seed, position, offset. Bits that need all 64 of the seed and of the offset, and offsets within a group of eight.
+ROUNDINGS = {
+    "zero": (0, 0, 0),
+    "slice": (7, 3, 4096),
+    "odd": (7, 3, 4099),
+    "far": (2**63 - 1, 5, 2**35 + 8),
+    "far_odd": (2**40 + 1, 1, 2**35 + 5),
+}
 
 
 def make(dtypes: str, shape: tuple[int, ...], special: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -64,16 +71,24 @@ def differences(kernel: list[Tensor], reference: list[Tensor]) -> dict[str, int]
 def interpret() -> dict[str, dict[str, int]]:
     from lightning_sonar.optim.kernels import launch_adamw
     from lightning_sonar.optim.reference import adamw_reference_
+    from lightning_sonar.optim.stochastic import StochasticRounding
 
-    cases = [(d, s, "plain", False) for d in DTYPES for s in SHAPES]
-    cases += [(d, "odd", o, False) for d in DTYPES for o in OPTIONS]
-    cases += [(d, "odd", "scale", True) for d in DTYPES]
+    rounded = ("bf16", "bf16_fp32_moments")
+    cases = [(d, s, "plain", False, None) for d in DTYPES for s in SHAPES]
+    cases += [(d, "odd", o, False, None) for d in DTYPES for o in OPTIONS]
+    cases += [(d, "odd", "scale", True, None) for d in DTYPES]
+    cases += [(d, s, "plain", False, "slice") for d in rounded for s in SHAPES]
+    cases += [("bf16", "blocks", "plain", False, r) for r in ROUNDINGS]
+    cases += [("bf16", "odd", o, False, "odd") for o in OPTIONS]
+    cases += [(d, "odd", "scale", True, r) for d in rounded for r in ("slice", "odd")]
     results = {}
-    for dtypes, shape, option, special in cases:
+    for dtypes, shape, option, special, rounding in cases:
         ours, grads = make(dtypes, SHAPES[shape], special)
         theirs = [t.clone() for t in ours]
         start = [t.clone() for t in ours]
         settings = {**SETTINGS, **OPTIONS[option]}
+        if rounding is not None:
+            settings["rounding"] = StochasticRounding(*ROUNDINGS[rounding])
         for grad in grads:
             before = grad.clone()
             # A gradient of 3e38 is meant to overflow; numpy would warn of it.
@@ -84,7 +99,8 @@ def interpret() -> dict[str, dict[str, int]]:
                 raise RuntimeError("the gradient was changed")
         found = differences(ours, theirs)
         found["moved"] = sum(differences(ours, start).values())
-        results[f"{dtypes}-{shape}-{option}" + ("-special" if special else "")] = found
+        name = f"{dtypes}-{shape}-{option}" + ("-special" if special else "")
+        results[name + (f"-rounding_{rounding}" if rounding else "")] = found
     # The same memory order, not the default one: the kernel must walk storage.
     ours, grads = make("bf16", (6, 50), False)
     theirs = [t.clone() for t in ours]
@@ -95,74 +111,70 @@ def interpret() -> dict[str, dict[str, int]]:
     return results
 
 
-TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32)}
-
-
-def resources(cubin: bytes) -> dict[str, int]:
-    """What ptxas reserved for a thread. A spill shows as stack, not in the PTX."""
-    import triton
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", report.stdout))
-    return {name.lower(): int(value) for name, value in found.items()}
-
-
 def compile_all() -> dict[str, dict[str, object]]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    """Each case for each target: its figures, and what else its code says."""
+    from lightning_sonar.kernel_figures import TARGETS, KernelCase, Target, compile_case, measure
+    from lightning_sonar.optim.offline import adamw_cases
 
-    from lightning_sonar.optim.kernels import NUM_WARPS, adamw_kernel, block_size
+    def found(case: KernelCase, target: Target) -> dict[str, object]:
+        asm = compile_case(case, target).asm
+        machine = asm["ptx" if target.backend == "cuda" else "amdgcn"]
+        ttir, llir = asm["ttir"], asm["llir"]
+        # On AMD a quotient is a reciprocal mended by three corrections, the last of them v_div_fixup.
+        rough = r"\.(?:approx|full)\b|v_rcp_f32|v_rsq_f32"
+        return {
+            **dataclasses.asdict(measure(case, target)),
+            "scalars": len(re.findall(r"tt\.load %\w+ : !tt\.ptr", ttir)),
+            "tensors_loaded": len(re.findall(r"tt\.load .*: tensor<\d+x!tt\.ptr", ttir)),
+            "tensors_stored": len(re.findall(r"tt\.store .*: tensor<\d+x!tt\.ptr", ttir)),
+            "contracted": len(re.findall(r"\b(?:contract|fast|afn|arcp|fmuladd)\b|llvm\.fma", llir)),
+            "fused": len(re.findall(r"\bfma\.", machine)),
+            "approximate": len(re.findall(rough, machine)) - len(re.findall("v_div_fixup_f32", machine)),
+            "offsets": sorted(set(re.findall(r"tt\.addptr.*tensor<\d+x(i\d+)>", ttir))),
+            "block_start": sorted(set(re.findall(r"arith\.muli %block_start.* : (i\d+)", ttir))),
+        }
 
     results = {}
-    tensors = ("param_ptr", "grad_ptr", "exp_avg_ptr", "exp_avg_sq_ptr")
-    for name, target in TARGETS.items():
-        for dtype in ("bf16", "fp32"):
-            # The plain kernel in bf16, and with every switch on in both dtypes.
-            for everything in (False, True) if dtype == "bf16" else (True,):
-                signature = {}
-                for argument in adamw_kernel.arg_names:
-                    if argument.isupper():
-                        signature[argument] = "constexpr"
-                    elif argument == "n":
-                        signature[argument] = "i64"
-                    elif argument in tensors:
-                        signature[argument] = f"*{dtype}"
-                    else:
-                        signature[argument] = "*fp32" if argument.endswith("_ptr") else "fp32"
-                switches = ("MAXIMIZE", "HAS_LR_TENSOR", "HAS_SCALE", "HAS_FLAG")
-                constants = {**dict.fromkeys(switches, everything), "ROUND_BY_BITS": False}
-                constants["BLOCK"] = block_size(target[0])
-                # What the launcher's specialization finds for tensors torch allocates.
-                aligned = [i for i, a in enumerate(adamw_kernel.arg_names) if a in (*tensors, "n")]
-                compiled = triton.compile(
-                    ASTSource(
-                        fn=adamw_kernel,
-                        signature=signature,
-                        constexprs=constants,
-                        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-                    ),
-                    target=GPUTarget(*target),
-                    options={"num_warps": NUM_WARPS, "enable_fp_fusion": False},
-                )
-                ptx, ttir = compiled.asm["ptx"], compiled.asm["ttir"]
-                results[f"{name}-{dtype}" + ("-everything" if everything else "")] = {
-                    "wide_loads": len(re.findall(r"\bld\.global\.v4\.b32", ptx)),
-                    "wide_stores": len(re.findall(r"\bst\.global\.v4\.b32", ptx)),
-                    "loads": len(re.findall(r"\bld\.global", ptx)),
-                    "stores": len(re.findall(r"\bst\.global", ptx)),
-                    **resources(compiled.asm["cubin"]),
-                    "fused": len(re.findall(r"\bfma\.", ptx)),
-                    "approximate": len(re.findall(r"\.(?:approx|full)\b", ptx)),
-                    "offsets": sorted(set(re.findall(r"tt\.addptr.*tensor<\d+x(i\d+)>", ttir))),
-                    "block_start": sorted(set(re.findall(r"arith\.muli %offsets.* : (i\d+)", ttir))),
-                }
+    for target in TARGETS:
+        cases = {f"{target.name}-{case.dtype}-{case.variant}": case for case in adamw_cases(target)}
+        results.update({name: found(case, target) for name, case in cases.items()})
+        # What the figures must notice: pointers that nobody promised to be aligned, and registers that run out.
+        case = cases[f"{target.name}-bf16-everything"]
+        results[f"{target.name}-unaligned"] = found(dataclasses.replace(case, aligned=()), target)
+        cramped = {"options": {**case.options, "maxnreg": 24}}
+        if target.backend == "hip":  # which does not know maxnreg
+            cramped = {"constants": {**case.constants, "BLOCK": 2**15}}
+        results[f"{target.name}-cramped"] = found(dataclasses.replace(case, **cramped), target)
     return results
 
 
+def sums() -> dict[str, dict[str, float]]:
+    """Sums of squares from the kernel: of a whole tensor twice, of its halves, exact, and with the flag up."""
+    from lightning_sonar.optim.kernels import launch_adamw
+
+    def total(dtypes: str, slices: list[slice], **settings: Tensor) -> float:
+        state, grads = make(dtypes, (3000,), False)
+        found = torch.tensor(0.0)
+        for part in slices:
+            p, m, v = (tensor[part] for tensor in state[:3])
+            launch_adamw(p, grads[0][part], m, v, state[3].clone(), grad_sq_sum=found, **SETTINGS, **settings)
+        return found.item()
+
+    results = {}
+    for dtypes in ("bf16", "fp32"):
+        exact = make(dtypes, (3000,), False)[1][0].double().square().sum().item()
+        results[dtypes] = {
+            "exact": exact,
+            "whole": total(dtypes, [slice(None)]),
+            "again": total(dtypes, [slice(None)]),
+            "scaled": total(dtypes, [slice(None)], grad_scale=torch.tensor(0.3)),
+            "halves": total(dtypes, [slice(0, 2048), slice(2048, None)]),
+            "flag_up": total(dtypes, [slice(None)], found_inf=torch.tensor(1.0)),
+        }
+    return results
+
+
+COMMANDS = {"interpret": lambda: {"bits": interpret(), "sums": sums()}, "compile": compile_all}
+
 if __name__ == "__main__":
-    print(json.dumps({"interpret": interpret, "compile": compile_all}[sys.argv[1]]()))
+    print(json.dumps(COMMANDS[sys.argv[1]]()))

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sonar.optim.adamw import FusedAdamW, adamw_
+from lightning_sonar.optim.adamw import FusedAdamW
 from lightning_sonar.optim.reference import adamw_reference_
+from lightning_sonar.optim.step_one import step_slice
+from lightning_sonar.optim.update import adamw_
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = [(3, 7, 5), (17,), (64, 32), (1,)]
@@ -338,6 +340,59 @@ def test_the_grad_scaler_unscales_itself() -> None:
     assert_same(a, b)
 
 
+# The sum of squares
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
+@pytest.mark.parametrize("update", [adamw_, adamw_reference_])
+def test_the_sum_of_squares_of_the_unscaled_gradient_is_added(update: Callable[..., None], dtype: torch.dtype) -> None:
+    start, grad = tensors(dtype, (2000,))
+    total = torch.tensor(10.0)
+    apply(update, clones(start), grad.clone(), grad_sq_sum=total, grad_scale=torch.tensor(0.5))
+    exact = grad.double().square().sum()
+    assert total.dtype == FP32
+    assert (total - 10).item() == pytest.approx(exact.item(), rel=1e-5)
+    with_sum = apply(update, clones(start), grad.clone(), grad_sq_sum=total)
+    for a, b in zip(with_sum, apply(update, clones(start), grad.clone()), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("flag", [1.0, float("nan")])
+@pytest.mark.parametrize("update", [adamw_, adamw_reference_])
+def test_nothing_is_added_while_the_flag_is_up(update: Callable[..., None], flag: float) -> None:
+    start, grad = tensors()
+    grad[0, 0] = float("nan")
+    total = torch.tensor(10.0)
+    apply(update, clones(start), grad, grad_sq_sum=total, found_inf=torch.tensor(flag))
+    assert total.item() == 10.0
+    apply(update, clones(start), grad, grad_sq_sum=total, found_inf=torch.tensor(0.0))
+    assert total.isnan()
+
+
+# 35 elements a slice are stepped at once with the whole by the last call; 64 are not.
+@pytest.mark.parametrize("shape", [(4, 5, 7), (4, 8, 8)])
+def test_the_optimizer_adds_up_its_gradients_and_slices_add_up_to_the_whole(shape: tuple[int, ...]) -> None:
+    params = [nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(3))]
+    optimizer = FusedAdamW(params)
+    set_grads(params, 0)
+    exact = [float(p.grad.double().square().sum()) for p in params if p.grad is not None]
+    total, of_slices = torch.zeros(()), torch.zeros(())
+    optimizer.grad_sq_sum = total
+    optimizer.step()
+    assert total.item() == pytest.approx(sum(exact), rel=1e-5)
+    pending: dict[str, Any] = {}
+    for index in range(4):
+        step_slice(optimizer, optimizer.param_groups[0], params[0], index, pending, grad_sq_sum=of_slices)
+    assert of_slices.item() == pytest.approx(exact[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("total", [torch.zeros((), dtype=BF16), torch.zeros(1)])
+def test_a_sum_of_the_wrong_kind_is_refused(total: Tensor) -> None:
+    start, grad = tensors()
+    with pytest.raises(ValueError, match="grad_sq_sum is .*; expected float32 of no dimensions"):
+        apply(adamw_, start, grad, grad_sq_sum=total)
+
+
 # What must never go silently wrong
 
 
@@ -513,7 +568,8 @@ def test_it_trains_where_triton_is_not_installed() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-from lightning_sonar.optim.adamw import FusedAdamW, _triton_launch
+from lightning_sonar.optim.adamw import FusedAdamW
+from lightning_sonar.optim.update import _triton_launch
 weight = torch.nn.Parameter(torch.ones(4))
 weight.grad = torch.ones(4)
 FusedAdamW([weight], lr=0.5).step()

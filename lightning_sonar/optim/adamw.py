@@ -1,241 +1,32 @@
-"""AdamW in one pass over each tensor, and the optimizer that keeps its books.
+"""The optimizer around the fused update: groups, state, checkpoints.
 
-`adamw_` does the arithmetic on one tensor and chooses how: Triton on a GPU, torch's fused kernel on a CPU,
-plain torch elsewhere. `FusedAdamW` adds only what an optimizer is: groups, state, checkpoints. In-backward
-modes and an ordinary `step()` call the same `adamw_`, which is why their results are bitwise identical.
+The arithmetic is `adamw_`'s, in `update.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import ParamsT
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_sonar.optim.reference import adamw_reference_
+from lightning_sonar.optim.step_one import Part
+from lightning_sonar.optim.stochastic import StochasticRounding, global_offset
+from lightning_sonar.optim.update import adamw_
 
-__all__ = ["FusedAdamW", "adamw_"]
-
-_TRITON_DTYPES = frozenset({torch.bfloat16, torch.float32})
-_DTYPES = frozenset({torch.bfloat16, torch.float32, torch.float64})
-# Not DTensors; asking by type is several times faster than looking for an attribute that is not there.
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
-
-
-@torch.no_grad()
-def adamw_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """One AdamW update of one tensor, in place.
-
-    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101). CUDA and ROCm
-    tensors go to the Triton kernel, CPU tensors to torch's fused kernel. All others go to `adamw_reference_`,
-    as do tensors whose strides a fused kernel cannot walk. On a GPU nothing waits for the device.
-
-    The version counter of `param` is raised, so that a second backward through an older graph fails instead
-    of silently using the new weights. A slice to be updated on its own should be taken with `detach()`,
-    which shares the counter, not with `.data`, which does not.
-
-    Args:
-        param: any shape, bf16 or fp32 (fp64 on torch's own kernels); updated in place.
-        grad: the shape of `param`. With strides other than the parameter's it is copied first. On a CPU a
-            `grad_scale` is applied to it in place, as clipping would do.
-        exp_avg: first moment, the shape of `param`, bf16 or fp32; updated in place.
-        exp_avg_sq: second moment, likewise.
-        step: fp32 scalar on the device of `param`, the number of updates made so far; advanced by one.
-        lr: learning rate, a number or a scalar tensor.
-        beta1: decay rate of the first moment.
-        beta2: decay rate of the second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled weight decay.
-        maximize: ascend instead of descend.
-        grad_scale: scalar tensor; the gradient is multiplied by it and rounded to its own dtype before the
-            update (torch's own `grad_scale` divides instead).
-        found_inf: fp32 scalar tensor; unless it is zero nothing is written and `step` does not advance.
-
-    Raises:
-        TypeError: a sparse, complex, float16 or integer tensor.
-        ValueError: shapes, devices or sharding that do not match.
-    """
-    _check(param, grad, exp_avg, exp_avg_sq, step)
-    # A sharded tensor is updated shard by shard: AdamW is element-wise.
-    p, g, m, v, count = (_local(tensor) for tensor in (param, grad, exp_avg, exp_avg_sq, step))
-
-    update = _choose_update(p, g, m, v)
-    if update is not adamw_reference_ and not _same_strides(p, g):
-        # torch's fused kernel on a CPU does not notice: it would pair a weight with another one's gradient.
-        g = torch.empty_like(p, dtype=g.dtype).copy_(g)
-    update(
-        *(p, g, m, v, count),
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        grad_scale=_local_scalar(grad_scale, p.device),
-        found_inf=_local_scalar(found_inf, p.device),
-    )
-    torch.autograd.graph.increment_version(param)
-
-
-def _choose_update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Callable[..., None]:
-    """The fastest update that is right for these tensors."""
-    dtypes = {t.dtype for t in (p, g, m, v)}
-    walkable = _is_dense(p) and _same_strides(p, m) and _same_strides(p, v)
-    if p.is_cuda and walkable and dtypes <= _TRITON_DTYPES and not isinstance(p, FakeTensor):
-        launch = _triton_launch()
-        if launch is not None:
-            return launch
-    if walkable and len(dtypes) == 1 and p.device.type in ("cpu", "cuda"):
-        return _torch_fused_
-    return adamw_reference_
-
-
-@functools.cache
-def _triton_launch() -> Callable[..., None] | None:
-    """The kernel's launcher, or None where Triton is not installed (it has no wheel outside Linux)."""
-    try:
-        from lightning_sonar.optim.kernels import launch_adamw
-    except ImportError:
-        return None
-    return launch_adamw
-
-
-def _torch_fused_(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    step: Tensor,
-    *,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    lr: float | Tensor,
-    **settings: Any,
-) -> None:
-    """torch's fused kernel; arguments as in `adamw_`, all of one dtype and with the same dense strides."""
-    if grad_scale is not None:
-        if p.is_cuda:
-            # There mul_ would first round the scalar tensor to the gradient's dtype.
-            g.copy_(g.float() * grad_scale)
-        else:
-            g.mul_(grad_scale)
-    if isinstance(lr, Tensor) and lr.device.type != "cpu":
-        lr = lr.to(p.device)
-    flag = None
-    if found_inf is not None:
-        # torch skips at exactly 1; here any value but 0 does, a NaN included.
-        flag = (found_inf != 0).to(torch.float32)
-    step.add_(1.0)
-    torch._fused_adamw_(  # pyright: ignore[reportCallIssue]
-        [p],
-        [g],
-        [m],
-        [v],
-        [],
-        [step],
-        lr=lr,  # pyright: ignore[reportArgumentType]
-        amsgrad=False,
-        grad_scale=None,
-        found_inf=flag,
-        **settings,
-    )
-    if flag is not None:
-        step.sub_(flag)
-
-
-def _check(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor) -> None:
-    shape, device = param.shape, param.device
-    named = {"parameter": param, "gradient": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    for name, tensor in named.items():
-        if tensor.layout != torch.strided:
-            raise TypeError(
-                f"the {name} of a tensor of shape {tuple(shape)} is sparse ({tensor.layout}); AdamW needs "
-                f"dense tensors. Build the layer with sparse=False, or use torch.optim.SparseAdam."
-            )
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"the {name} of a tensor of shape {tuple(shape)} is {tensor.dtype}; expected bfloat16 or "
-                f"float32. Train in bfloat16 (precision='bf16-true' or 'bf16-mixed'), keep complex numbers "
-                f"as their torch.view_as_real, or use torch.optim.AdamW."
-            )
-        if tensor.shape != shape or tensor.device != device:
-            raise ValueError(
-                f"the {name} is {tuple(tensor.shape)} on {tensor.device}, its parameter {tuple(shape)} on "
-                f"{device}; they must be equal. Move the model before building the optimizer, and load "
-                f"state that belongs to this model."
-            )
-        if type(tensor) not in _PLAIN:
-            found, expected = (getattr(t, "placements", None) for t in (tensor, param))
-            if found != expected:
-                raise ValueError(
-                    f"the {name} is sharded as {found}, its parameter as {expected}; redistribute it first."
-                )
-    if step.dtype != torch.float32 or step.numel() != 1 or step.device != device:
-        raise ValueError(
-            f"the step count is a {step.dtype} tensor of shape {tuple(step.shape)} on {step.device}; "
-            f"expected an fp32 scalar on {device}. FusedAdamW.load_state_dict makes it so."
-        )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, any other tensor itself."""
-    # Asked by duck typing: importing DTensor is slow, and pointless in a process that has none.
-    if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):
-        return tensor
-    return cast(Any, tensor).to_local()
-
-
-def _local_scalar(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    """`tensor` as an fp32 tensor of no dimensions on `device`."""
-    if tensor is None:
-        return None
-    tensor = _local(tensor)
-    if tensor.dtype != torch.float32 or tensor.device != device or tensor.dim():
-        tensor = tensor.to(device, torch.float32).reshape(())
-    return tensor
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory without gaps, in whatever order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(by_stride).is_contiguous()
-
-
-def _same_strides(a: Tensor, b: Tensor) -> bool:
-    """Whether equal indices mean equal offsets; the stride of a dimension of size 1 says nothing."""
-    if a.stride() == b.stride():
-        return True
-    sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(left == right for size, left, right in sizes if size > 1)
+__all__ = ["FusedAdamW"]
 
 
 class FusedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)` on one Triton kernel a tensor, with two more ways to steer an update.
 
     Groups, defaults and state (`step` fp32 on the parameter's device; `exp_avg`, `exp_avg_sq` in its dtype)
-    are exactly `torch.optim.AdamW`'s, so a state dict of either loads into the other. Each step reads the
-    live groups and state. Loss scaling is left to the `GradScaler`; bf16-mixed with clipping needs none.
+    are exactly `torch.optim.AdamW`'s, so a state dict of either loads into the other. With stochastic rounding
+    groups have two keys more, which AdamW carries along and does not read; the state stays the same. Each step reads
+    the live groups and state. Loss scaling is left to the `GradScaler`; bf16-mixed with clipping needs none.
 
     Args:
         params: parameters, named parameters or groups, as for any torch optimizer; bf16 or fp32.
@@ -244,14 +35,24 @@ class FusedAdamW(torch.optim.AdamW):
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
+        stochastic_rounding: round bf16 weights (not the moments) up or down at random, so that updates too small
+            for bf16 are kept on average. The random bits depend on the seed, the parameter's position in the groups,
+            the step and the element's place alone: runs repeat themselves, and every mode gives the same weights.
+            A group may set it for itself. fp32 weights are not rounded and not affected. Like the learning rate, it
+            comes from a loaded state dict if that has it.
+        seed: of stochastic rounding, from 0 to 2**63 - 1.
 
     Attributes:
         found_inf: fp32 scalar tensor, or None. Read at every step; unless it is zero, nothing is updated and
             no step count advances. No host sync.
         gradient_scale: fp32 scalar tensor, or None. Read at every step; each gradient is multiplied by it
             and rounded to its own dtype first, as clipping would do (on a CPU `.grad` itself is scaled).
+        grad_sq_sum: fp32 tensor of no dimensions, or None. Each step adds to it the squares of all elements of the
+            gradients it uses, before `gradient_scale`; see `adamw_`.
+        part_of: on the copy that steps one tensor for another optimizer, whose part that is; see `step_one`.
 
     Raises:
+        NotImplementedError: at a step with stochastic rounding, for a sharding other than along dimension 0.
         TypeError: at a step, for a sparse, complex, float16 or integer tensor.
         ValueError: for `amsgrad=True` in a group or a loaded state dict, and for settings out of range.
     """
@@ -261,6 +62,10 @@ class FusedAdamW(torch.optim.AdamW):
     _step_supports_amp_scaling = False
     found_inf: Tensor | None = None
     gradient_scale: Tensor | None = None
+    grad_sq_sum: Tensor | None = None
+    part_of: Part | None = None
+    _rounding: dict[str, Any] = {"stochastic_rounding": False, "seed": 0}  # noqa: RUF012
+    _positions: WeakTensorKeyDictionary | None = None
 
     def __init__(
         self,
@@ -271,20 +76,41 @@ class FusedAdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed={seed}: expected a whole number from 0 to 2**63 - 1.")
+        self._rounding = {"stochastic_rounding": bool(stochastic_rounding), "seed": int(seed)}
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
         self._step_supports_amp_scaling = False  # AdamW's constructor has set it
         self.found_inf = None
         self.gradient_scale = None
+        self.grad_sq_sum = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as for any torch optimizer."""
+        super().add_param_group(param_group)
+        self._positions = None
+        self._complete(self.param_groups[-1])
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        # Only where it is used: otherwise groups are AdamW's to the key.
+        if self._rounding["stochastic_rounding"] or "stochastic_rounding" in group:
+            for key, value in self._rounding.items():
+                group.setdefault(key, value)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {**state, "found_inf": self.found_inf, "gradient_scale": self.gradient_scale}
+        own = ("found_inf", "gradient_scale", "grad_sq_sum", "_rounding")
+        return {**state, **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take groups and state from a pickle or a state dict, whichever AdamW wrote it."""
         super().__setstate__(state)
+        self._positions = None
         for group in self.param_groups:
+            self._complete(group)
             group.update(fused=True, foreach=None, capturable=False, differentiable=False)
             for p in group["params"]:
                 # AdamW without `fused` keeps the count on the CPU.
@@ -336,6 +162,7 @@ class FusedAdamW(torch.optim.AdamW):
         _refuse_amsgrad(self.param_groups)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
+            stochastic = group.get("stochastic_rounding", False)
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -354,8 +181,22 @@ class FusedAdamW(torch.optim.AdamW):
                     maximize=group["maximize"],
                     grad_scale=self.gradient_scale,
                     found_inf=self.found_inf,
+                    grad_sq_sum=self.grad_sq_sum,
+                    rounding=self._rounding_of(p, group["seed"]) if stochastic else None,
                 )
         return loss
+
+    def _rounding_of(self, p: Tensor, seed: int) -> StochasticRounding:
+        # A copy that steps one tensor has a group of one: only the optimizer it was made from knows the position.
+        owner, whole, offset = self.part_of or (self, p, 0)
+        return StochasticRounding(seed, owner._position_of(whole), offset + global_offset(p))
+
+    def _position_of(self, p: Tensor) -> int:
+        if self._positions is None or p not in self._positions:
+            # Others replace parameters in groups without a word, hence the second condition.
+            every = [tensor for group in self.param_groups for tensor in group["params"]]
+            self._positions = WeakTensorKeyDictionary({tensor: index for index, tensor in enumerate(every)})
+        return self._positions[p]
 
 
 def _refuse_amsgrad(groups: Iterable[dict[str, Any]]) -> None:

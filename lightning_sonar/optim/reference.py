@@ -7,12 +7,19 @@ with neither Triton nor a fused kernel in torch, and for tensors whose strides a
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["adamw_reference_", "bias_correction"]
+from lightning_sonar.optim.stochastic import StochasticRounding, round_to_bf16
+
+__all__ = ["adamw_in_chunks_", "adamw_reference_", "bias_correction", "squared_norm"]
+
+# Elements a chunk of `adamw_in_chunks_`: its temporaries take 40 bytes an element, 40 MiB in all.
+CHUNK = 2**20
 
 # expm1's Taylor coefficients from y**8 down to y**2. At |y| <= 1/2 the first one left out is below 2**-27.
 _TAYLOR = (1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2)
@@ -55,6 +62,12 @@ def _scalar(value: float | Tensor) -> Tensor:
     return value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
+def squared_norm(grad: Tensor) -> Tensor:
+    """The sum of the squares of all elements, fp32 and 0-dim, without an fp32 copy of a bf16 gradient."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return torch.linalg.vector_norm(grad, dtype=wide).square().float()
+
+
 @torch.no_grad()
 def adamw_reference_(
     param: Tensor,
@@ -71,11 +84,14 @@ def adamw_reference_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    grad_sq_sum: Tensor | None = None,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """One AdamW update in place: fp32 arithmetic, one rounding (to nearest even) back to each tensor's dtype.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101), in the order of
-    torch's CUDA kernel behind `torch.optim.AdamW(fused=True)`.
+    torch's CUDA kernel behind `torch.optim.AdamW(fused=True)`, which divides where this multiplies by
+    `to_unbiased`: half an fp32 ulp of the denominator.
 
     Args:
         param: any shape, bf16 or fp32; updated in place.
@@ -92,13 +108,18 @@ def adamw_reference_(
         grad_scale: scalar; the gradient is multiplied by it and rounded to its own dtype before the update,
             as clipping would do.
         found_inf: scalar; where it is not zero nothing is written and `step` does not advance.
+        grad_sq_sum: fp32, 0-dim; the sum of the squares of the gradient as it came (not scaled) is added to it.
+        rounding: for a bf16 `param`: round it stochastically instead. Ignored for other dtypes.
     """
     go = None if found_inf is None else (found_inf.to(param.device) == 0).reshape(())
     rate = _scalar(lr)
     next_step = step + 1.0
     step_size = rate / bias_correction(next_step, beta1)
-    bias2_sqrt = bias_correction(next_step, beta2).sqrt()
+    to_unbiased = 1.0 / bias_correction(next_step, beta2).sqrt()
 
+    if grad_sq_sum is not None:
+        found = squared_norm(grad)
+        grad_sq_sum.add_(found if go is None else torch.where(go, found, 0.0))
     g = grad.float()
     if grad_scale is not None:
         g = (g * grad_scale.float().reshape(())).to(grad.dtype).float()
@@ -108,9 +129,38 @@ def adamw_reference_(
     p = p - (rate * _scalar(weight_decay)) * p
     m = exp_avg.float() * beta1 + g * (1.0 - beta1)
     v = exp_avg_sq.float() * beta2 + (g * g) * (1.0 - beta2)
-    p = p - (step_size * m) / (v.sqrt() / bias2_sqrt + eps)
+    p = p - (step_size * m) / (v.sqrt() * to_unbiased + eps)
 
     for target, value in ((param, p), (exp_avg, m), (exp_avg_sq, v)):
-        rounded = value.to(target.dtype)
+        if rounding is not None and target is param and param.dtype == torch.bfloat16:
+            rounded = round_to_bf16(value, rounding.bits_for(param, next_step))
+        else:
+            rounded = value.to(target.dtype)
         target.copy_(rounded if go is None else torch.where(go, rounded, target))
     step.add_(1.0 if go is None else go)
+
+
+@torch.no_grad()
+def adamw_in_chunks_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    *,
+    rounding: StochasticRounding,
+    **settings: Any,
+) -> None:
+    """`adamw_reference_` on 2**20 elements at a time, so that its fp32 temporaries stay small whatever the tensor.
+
+    Arguments as there. The tensors are dense and have the same strides; they are walked in memory order.
+    """
+    n = param.numel()
+    runs = [tensor.as_strided((n,), (1,)) for tensor in (param, grad, exp_avg, exp_avg_sq)]
+    for first in range(0, max(n, 1), CHUNK):
+        count = step.clone()
+        here = dataclasses.replace(rounding, offset=rounding.offset + first)
+        p, g, m, v = (run[first : first + CHUNK] for run in runs)
+        adamw_reference_(p, g, m, v, count, rounding=here, **settings)
+        if first + CHUNK >= n:
+            step.copy_(count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,17 @@ ELEMENT_WISE = frozenset(
         *("Rprop", "SGD"),
     ]
 )
+
+
+class Part(NamedTuple):
+    """Whose part a stepping copy updates: set on it as ``part_of``, for optimizers that ask where an element lies.
+
+    ``offset`` is in elements of the memory of ``tensor``, a parameter of ``optimizer``.
+    """
+
+    optimizer: Any
+    tensor: Tensor
+    offset: int
 
 
 def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
@@ -42,9 +53,10 @@ def step_tensor(optimizer: torch.optim.Optimizer, group: Group, tensor: Tensor, 
         optimizer: the optimizer that owns ``tensor``.
         group: the live parameter group that holds ``tensor``; its hyperparameters are used.
         tensor: the parameter to update in place, any shape, with ``.grad`` set.
-        attributes: set on the stepping copy only (``found_inf``, ``gradient_scale``).
+        attributes: set on the stepping copy only (``found_inf``, ``gradient_scale``, ``grad_sq_sum``).
     """
     clone = _narrowed(optimizer, group, tensor, attributes)
+    clone.part_of = Part(optimizer, tensor, 0)
     clone.state = optimizer.state
     clone.step()
 
@@ -84,6 +96,7 @@ def step_slice(
     live = optimizer.state.get(tensor) or {}
     whole: dict[str, Any] = pending.setdefault("whole", dict(live))
     clone = _narrowed(optimizer, group, part, attributes)
+    clone.part_of = Part(optimizer, tensor, index * tensor.stride(0))
     clone.state = defaultdict(dict)
     if live:
         clone.state[part] = {
