@@ -182,6 +182,8 @@ def build(
     """
     from transformers import AutoModelForCausalLM
 
+    import lightning_sonar.backends  # noqa: F401  transformers must know the names of our backends
+
     config = build_config(
         name, size, num_layers=num_layers, model_id=model_id, trust_remote_code=trust_remote_code, **overrides
     )

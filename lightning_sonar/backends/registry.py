@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_sonar.backends import scattermoe
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -21,11 +23,13 @@ class Backend:
         name: its name in transformers' experts dispatch.
         missing: given a device, what keeps the backend from running there, or ``None``.
         summary: a line for a person.
+        automatic: whether ``auto`` may choose it.
     """
 
     name: str
     missing: Callable[[torch.device], str | None]
     summary: str
+    automatic: bool = True
 
 
 def _grouped_mm_missing(device: torch.device) -> str | None:
@@ -46,6 +50,8 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("grouped_mm", _grouped_mm_missing, "torch's grouped matrix product: tokens sorted by expert"),
+        # By name only: on a CPU it is interpreted, which is for tests.
+        Backend(scattermoe.NAME, scattermoe.missing, "own Triton kernels: gather and scatter while multiplying", False),
         Backend("batched_mm", _nothing_missing, "batched matrix product: gathers whole weights for every token"),
         Backend("eager", _nothing_missing, "a Python loop over the experts that have tokens"),
     )
@@ -65,7 +71,7 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
     """
     device = torch.device(device)
     if name == "auto":
-        return next(backend.name for backend in BACKENDS.values() if backend.missing(device) is None)
+        return next(b.name for b in BACKENDS.values() if b.automatic and b.missing(device) is None)
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r} is not a backend. Choose one of auto, {', '.join(BACKENDS)}.")
     missing = BACKENDS[name].missing(device)
