@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.panel import Panel
 
 from experiments.result import History, collect, write_json
-from experiments.settings import PRECISIONS, SettingsError, device_of, settle
+from experiments.settings import PRECISIONS, SettingsError, device_of, plan_at, settle
 from lightning_sonar import models
 from lightning_sonar.data import DataError
 from lightning_sonar.language_model import LanguageModel
+from lightning_sonar.memory import MemoryProfiler
 from lightning_sonar.memory.out_of_memory import is_out_of_memory
 from lightning_sonar.output_head import OutputHeadError
 from lightning_sonar.strategies.checkpoints import CheckpointError
@@ -84,6 +85,7 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     resume = find_checkpoint(cfg.ckpt_path, folder)
     if resume is not None:
         console.print(f"resuming from {resume}")
+    predicted = _predict(cfg, callbacks)
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False)
     try:
         trainer.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
@@ -100,10 +102,23 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         model.save_pretrained(folder / "hf")  # type: ignore[operator]
         data.tokenizer.save_pretrained(folder / "hf")
     validation = trainer.validate(module, data, verbose=False)[0] if trainer.limit_val_batches else {}
-    result = collect(cfg, trainer, model, dict(validation), history.losses)
+    result = collect(cfg, trainer, model, dict(validation), history.losses, predicted)
     write_json(folder / "result.json", result)
     _show(result, folder)
     return result
+
+
+def _predict(cfg: DictConfig, callbacks: list[L.Callback]) -> int | None:
+    """The planned peak in bytes, told to the profiler, which compares; None where nothing compares it."""
+    profiler = next((callback for callback in callbacks if isinstance(callback, MemoryProfiler)), None)
+    if profiler is None:
+        return None
+    try:
+        profiler.predicted_peak_bytes = plan_at(cfg, cfg.model.size, device_of(cfg)).peak_bytes
+    except SettingsError as error:
+        # The model has been built by now: what keeps it from being planned does not keep it from training.
+        warnings.warn(f"No peak was predicted for this run: {error}", stacklevel=2)
+    return profiler.predicted_peak_bytes
 
 
 def _build(cfg: DictConfig) -> torch.nn.Module:
@@ -193,12 +208,14 @@ def _show(result: dict[str, Any], folder: Path) -> None:
         return "not measured" if value is None else f"{value:{form}}{unit}"
 
     peak = number(None if result["peak_memory_bytes"] is None else result["peak_memory_bytes"] / 1e9, ".3f", " GB")
+    planned = result["predicted_peak_bytes"]
+    predicted = number(None if planned is None else planned / 1e9, ".3f", " GB")
     times = result["step_time_ms"]
     console.print(
         f"\n{result['model']} ({result['size']}, {result['params_total'] / 1e6:,.1f} M parameters, "
         f"{result['params_expert'] / result['params_total']:.0%} in experts), mode {result['mode']}, backend "
         f"{result['backend']}, {result['device']}\n"
-        f"  peak memory    {peak} (phase: {result['peak_phase']})\n"
+        f"  peak memory    {peak} (phase: {result['peak_phase']}; predicted: {predicted})\n"
         f"  step time      {number(times['median'], '.1f', ' ms')}\n"
         f"  train loss     {number(result['train_loss_first'], '.3f')} -> {number(result['train_loss'], '.3f')} "
         f"after {result['steps']} steps\n"

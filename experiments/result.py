@@ -69,7 +69,12 @@ def versions() -> dict[str, str]:
 
 
 def collect(
-    cfg: DictConfig, trainer: Trainer, model: torch.nn.Module, validation: dict[str, float], losses: list[float]
+    cfg: DictConfig,
+    trainer: Trainer,
+    model: torch.nn.Module,
+    validation: dict[str, float],
+    losses: list[float],
+    predicted: int | None = None,
 ) -> dict[str, Any]:
     """All figures of a finished run, ready for JSON. Bytes, milliseconds, nats."""
     experts = find_expert_tensors(model, cfg.mode.experts)
@@ -99,6 +104,7 @@ def collect(
         "batch_size": cfg.data.batch_size,
         "seq_len": cfg.data.seq_len,
         "peak_memory_bytes": report.get("peak_bytes"),
+        "predicted_peak_bytes": predicted,
         "peak_phase": report.get("peak_phase"),
         "peak_expert_grad_bytes": report.get("peak_expert_gradient_bytes"),
         "memory_split": report.get("split"),

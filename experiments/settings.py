@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -9,21 +10,16 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from experiments.plans import plan_of
 from lightning_sonar import models
 from lightning_sonar.backends import BACKENDS, resolve_backend
 from lightning_sonar.clipping import check_clip
 from lightning_sonar.in_backward import Accumulation
 from lightning_sonar.language_model import Loss
-from lightning_sonar.memory.sizing import checkpoint_reachable, memory_there, training_requirement
+from lightning_sonar.memory.planner import PRECISIONS, MemoryPlan
+from lightning_sonar.memory.sizing import checkpoint_reachable, memory_there
 from lightning_sonar.modes import ExpertClip, resolve_mode
 from lightning_sonar.nonfinite import Check, OnNonfinite
-
-PRECISIONS = {
-    "bf16-true": torch.bfloat16,
-    "bf16-mixed": torch.float32,
-    "32": torch.float32,
-    "32-true": torch.float32,
-}
 
 
 class SettingsError(ValueError):
@@ -49,6 +45,7 @@ def settle(cfg: DictConfig, say: Callable[[str], None] = print) -> DictConfig:
     check_values(cfg)
     device = device_of(cfg)
     with open_dict(cfg):
+        check_model(cfg)
         cfg.model.size = settle_size(cfg, device, say)
         if cfg.model.pretrained is None:
             cfg.model.pretrained = cfg.model.size == "full"
@@ -94,43 +91,48 @@ def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None
     wanted, name = str(cfg.model.size), str(cfg.model.name)
     if wanted == "tiny":
         return wanted
-    mode, dtype = resolve_mode(cfg.mode.name), PRECISIONS[str(cfg.trainer.precision)]
     source = str(cfg.model.id) if name == "hf" else models.PRESETS[name].hub_id
-    pretrained = cfg.model.pretrained is not False
-    config = _full_config(cfg, source)
-    try:
-        counts = models.count_parameters(config, cfg.model.trust_remote_code)
-    except ValueError as error:
-        raise SettingsError(f"model={name}: {error}") from error
-    need = training_requirement(*counts, mode, dtype)
-    there = memory_there(device)
-    figures = f"training {source} in mode {cfg.mode.name} needs {need}; {device} has {there / 1e9:.1f} GB free"
+    force = "Force a size with model.size=full or model.size=tiny."
+    if wanted == "auto" and device.type == "cpu":
+        say(
+            "model.size=auto chose TINY, because there is no GPU. What the full size needs, and on which card it "
+            f"trains, says python experiments/plan.py model={name}. {force}"
+        )
+        return "tiny"
+    need, there = plan_at(cfg, "full", device), memory_there(device)
+    # A GPU's allocator holds more than is alive at once; on a CPU freed memory goes back to the system.
+    nbytes = need.peak_bytes if device.type == "cpu" else need.reserved_bytes
+    parts = ", ".join(f"{name.replace('_', ' ')} {value / 1e9:.1f}" for name, value in need.split.items())
+    figures = (
+        f"training {source} in mode {cfg.mode.name} needs {nbytes / 1e9:.1f} GB by the plan (at the peak: {parts}); "
+        f"{device} has {there / 1e9:.1f} GB free"
+    )
     if wanted == "full":
-        if need.total > there:
+        if nbytes > there:
             small = "" if name == "hf" else " or take model.size=tiny"
             raise SettingsError(
                 f"model.size=full: {figures}. Use a larger device, another mode or fewer layers (model.num_layers)"
-                f"{small}."
+                f"{small}. What fits, finds python experiments/plan.py model={name} device_memory={there / 1e9:.0f}GB."
             )
         return wanted
     reason = None
-    if device.type == "cpu":
-        reason = "there is no GPU"
-    elif need.total > there:
+    if nbytes > there:
         reason = "the GPU cannot hold it"
-    elif pretrained and not checkpoint_reachable(source):
+    elif cfg.model.pretrained is not False and not checkpoint_reachable(source):
         reason = f"the checkpoint {source} cannot be reached (random weights: model.pretrained=false)"
     size = "full" if reason is None else "tiny"
-    say(
-        f"model.size=auto chose {size.upper()}{'' if reason is None else f', because {reason}'}: {figures}. "
-        f"Force a size with model.size=full or model.size=tiny."
-    )
+    say(f"model.size=auto chose {size.upper()}{'' if reason is None else f', because {reason}'}: {figures}. {force}")
     return size
 
 
-def _full_config(cfg: DictConfig, source: str) -> Any:
+def check_model(cfg: DictConfig) -> None:
+    """Make the model's configuration, so that a wrong value shows before anything else is done.
+
+    Raises:
+        SettingsError: with what is wrong.
+    """
     try:
-        return models.build_config(
+        models.build_config(
             cfg.model.name,
             "full",
             num_layers=cfg.model.num_layers,
@@ -139,9 +141,26 @@ def _full_config(cfg: DictConfig, source: str) -> Any:
             **OmegaConf.to_container(cfg.model.overrides),  # type: ignore[arg-type]
         )
     except OSError as error:
-        raise SettingsError(f"model.id={source}: no configuration could be loaded: {error}") from error
+        raise SettingsError(f"model.id={cfg.model.id}: no configuration could be loaded: {error}") from error
     except (ValueError, TypeError) as error:
         raise SettingsError(f"model.{error}") from error
+
+
+def plan_at(cfg: DictConfig, size: str, device: torch.device) -> MemoryPlan:
+    """The plan of the configuration at a size, as storages are rounded on ``device``.
+
+    Raises:
+        SettingsError: if the model cannot be built or trained.
+    """
+    at = copy.deepcopy(cfg)
+    with open_dict(at):
+        at.model.size = size
+    settle_defaults(at, size)
+    try:
+        at.backend.name = resolve_backend(at.backend.name, device)
+        return plan_of(at, rounding=1 if device.type == "cpu" else None)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise SettingsError(f"model={cfg.model.name}: {error}") from error
 
 
 def check_values(cfg: DictConfig) -> None:
