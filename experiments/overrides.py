@@ -40,6 +40,11 @@ def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
+def key_of(override: str) -> str:
+    """The key that an override sets."""
+    return override.split("=", 1)[0].lstrip("+~")
+
+
 def check_overrides(overrides: list[str], directory: Path, config_name: str = "config") -> None:
     """Compose with each choice of each override, once.
 

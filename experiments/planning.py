@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from rich.console import Console
-from rich.table import Table
 
-from experiments.overrides import OverrideError, check_overrides
+from experiments.overrides import OverrideError, check_overrides, key_of
+from experiments.plan_tables import console, show_found, show_plans, show_ranks, write_plans
 from experiments.plans import plan_of
-from experiments.result import write_json
 from experiments.settings import PRECISIONS, SettingsError, check_values, settle_defaults
 from lightning_sonar import models
 from lightning_sonar.config_dir import config_dir
-from lightning_sonar.memory.cards import CARDS, CONTEXT_BYTES, GIB, fits, parse_bytes, smallest_card
-from lightning_sonar.memory.figure import draw_plans
+from lightning_sonar.memory.cards import CONTEXT_BYTES, GIB, parse_bytes
 from lightning_sonar.memory.planner import MemoryPlan
-from lightning_sonar.memory.search import BATCH_SIZES, Candidate, Found, search
+from lightning_sonar.memory.search import BATCH_SIZES, Candidate, search
 from lightning_sonar.memory.sizing import training_requirement
 from lightning_sonar.modes import MODES, resolve_mode
-
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 
 USAGE = """usage: python experiments/plan.py [KEY=VALUE ...]
 
@@ -40,6 +35,7 @@ planned. model.size is full unless set. And:
 
   device_memory=24GiB    search for combinations of mode, checkpointing, loss and batch that fit, best first
   context_memory=0.7GB   what a CUDA process takes beside its tensors
+  ranks=2,8              what each rank needs under FSDP2, by arithmetic on the plan
   out=DIR                folder for plan.json and plan.png (default: outputs/plan/TIME)
 
   python experiments/plan.py model=olmoe
@@ -62,13 +58,13 @@ def main(arguments: list[str]) -> int:
         check_overrides(overrides, config_dir())
         if device is not None:
             return _search(overrides, device, context, folder)
-        return _table(overrides, context, folder)
+        return _table(overrides, context, folder, _ranks(own.get("ranks", "")))
     except (OverrideError, SettingsError, ValueError) as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2
 
 
-OWN = ("device_memory", "context_memory", "out")
+OWN = ("device_memory", "context_memory", "ranks", "out")
 
 
 def _split(arguments: Iterable[str]) -> tuple[dict[str, str], list[str]]:
@@ -85,18 +81,27 @@ def _split(arguments: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     return own, overrides
 
 
-def _table(overrides: list[str], context: int, folder: Path) -> int:
+def _ranks(text: str) -> list[int]:
+    values = [value for value in text.split(",") if value]
+    if not all(value.isdigit() and int(value) > 0 for value in values):
+        raise ValueError(f"ranks={text}: expected whole numbers above 0, such as ranks=2,8.")
+    return [int(value) for value in values]
+
+
+def _table(overrides: list[str], context: int, folder: Path, ranks: list[int]) -> int:
     plans = [_plan(cfg) for cfg in _configurations(overrides)]
-    _show(plans, context)
-    _write(plans, context, folder)
+    varying = show_plans(plans, context)
+    if ranks:
+        show_ranks(plans, varying, ranks)
+    write_plans(plans, context, folder, ranks)
     return 0
 
 
 def _configurations(overrides: list[str], sweep: bool = True) -> Iterator[DictConfig]:
     """One settled configuration for each combination of the values given."""
-    if sweep and not any(_key(override) == "mode" for override in overrides):
+    if sweep and not any(key_of(override) == "mode" for override in overrides):
         overrides = [*overrides, f"mode={','.join(MODES)}"]
-    if not any(_key(override) == "model.size" for override in overrides):
+    if not any(key_of(override) == "model.size" for override in overrides):
         overrides = [*overrides, "model.size=full"]
     parsed: list[Override] = OverridesParser.create().parse_overrides(overrides)
     combinations: list[list[str]] = [[]]
@@ -129,10 +134,6 @@ def _settled(overrides: list[str]) -> DictConfig:
     return cfg
 
 
-def _key(override: str) -> str:
-    return override.split("=", 1)[0].lstrip("+~")
-
-
 def _plan(cfg: DictConfig) -> MemoryPlan:
     try:
         return plan_of(cfg)
@@ -141,12 +142,12 @@ def _plan(cfg: DictConfig) -> MemoryPlan:
 
 
 def _search(overrides: list[str], device: int, context: int, folder: Path) -> int:
-    given = {_key(override): override.split("=", 1)[1] for override in overrides if "=" in override}
+    given = {key_of(override): override.split("=", 1)[1] for override in overrides if "=" in override}
 
     def choices(key: str, default: Iterable[Any]) -> list[Any]:
         return given[key].split(",") if key in given else list(default)
 
-    rest = [o for o in overrides if _key(o) not in ("mode", "model.checkpointing", "model.loss", "data.batch_size")]
+    rest = [o for o in overrides if key_of(o) not in ("mode", "model.checkpointing", "model.loss", "data.batch_size")]
 
     def overrides_of(candidate: Candidate) -> list[str]:
         return [
@@ -191,7 +192,7 @@ def _search(overrides: list[str], device: int, context: int, folder: Path) -> in
         context_bytes=context,
         floor=floor,
     )
-    _write([one.plan for one in found], context, folder)
+    write_plans([one.plan for one in found], context, folder)
     if not found:
         least = min((plan.reserved_bytes for plan in tried), default=min(floors))
         console.print(
@@ -199,7 +200,7 @@ def _search(overrides: list[str], device: int, context: int, folder: Path) -> in
             "Try a larger device, a shorter data.seq_len, or fewer layers (model.num_layers)."
         )
         return 1
-    _show_found(found, device, context, overrides_of)
+    show_found(found, device, context, overrides_of)
     return 0
 
 
@@ -220,128 +221,3 @@ def _name(candidate: Candidate) -> str:
     parts += ["checkpointing"] if candidate.checkpointing else []
     parts += ["chunked loss"] if candidate.loss == "chunked" else []
     return f"{', '.join(parts)}, batch {candidate.batch_size}"
-
-
-def _show(plans: list[MemoryPlan], context: int) -> None:
-    """Rows by what they hold, and the smallest card that holds them."""
-    first = plans[0]
-    table = Table(title="predicted peak of one training step (GB = 1,000,000,000 bytes)", title_justify="left")
-    varying = [name for name in NAMES if len({str(getattr(plan, name)) for plan in plans}) > 1 or name == "mode"]
-    for name in varying:
-        table.add_column(name.replace("_", " "))
-    saved = [_saved(plan, plans) for plan in plans]
-    for name in ("peak GB", *(["saved"] if any(saved) else []), "params", "states", "expert grads", "dense grads"):
-        table.add_column(name, justify="right")
-    for name in ("activ.", "temp."):
-        table.add_column(name, justify="right")
-    table.add_column("peak in")
-    table.add_column("expert grads alive", justify="right")
-    table.add_column("reserved GB", justify="right")
-    table.add_column("fits from", justify="right")
-    for plan, saving in zip(plans, saved, strict=True):
-        card = smallest_card(plan.reserved_bytes, context)
-        table.add_row(
-            *(_text(getattr(plan, name)) for name in varying),
-            f"{plan.peak_bytes / 1e9:.2f}",
-            *([saving] if any(saved) else []),
-            *(f"{value / 1e9:.2f}" for value in plan.split.values()),
-            f"{plan.peak_phase}, {plan.peak_op.removeprefix('aten.').removesuffix('.default')}",
-            str(plan.peak_expert_grads),
-            f"{plan.reserved_bytes / 1e9:.2f}",
-            "none" if card is None else f"{card} GiB",
-        )
-    console.print(table)
-    fixed = [f"{name.replace('_', ' ')} {_text(getattr(first, name))}" for name in NAMES if name not in varying]
-    console.print("all rows: " + ", ".join(fixed))
-    for note in dict.fromkeys(note for plan in plans for note in plan.notes):
-        console.print(f"note: {note}")
-    _show_cards(plans, varying, context)
-
-
-NAMES = ("model", "size", "mode", "backend", "optimizer", "batch_size", "seq_len", "checkpointing", "loss", "precision")
-
-
-def _show_cards(plans: list[MemoryPlan], varying: list[str], context: int) -> None:
-    table = Table(title="which card holds it", title_justify="left")
-    table.add_column(", ".join(name.replace("_", " ") for name in varying))
-    for card in CARDS:
-        table.add_column(f"{card} GiB", justify="center")
-    for plan in plans:
-        holds = [fits(plan.reserved_bytes, card * GIB, context) for card in CARDS]
-        table.add_row(", ".join(_text(getattr(plan, name)) for name in varying), *("yes" if h else "-" for h in holds))
-    console.print(table)
-    console.print(
-        f"A card holds a row if what the caching allocator would reserve (an estimate) and {context / 1e9:.1f} GB for "
-        "the process's CUDA context and workspaces (an assumption; context_memory=...) fit together."
-    )
-
-
-def _saved(plan: MemoryPlan, plans: list[MemoryPlan]) -> str:
-    """Against the standard row of the same setting."""
-    same = [name for name in NAMES if name != "mode"]
-    for other in plans:
-        if other.mode == "standard" and all(getattr(other, name) == getattr(plan, name) for name in same):
-            return f"{1 - plan.peak_bytes / other.peak_bytes:.1%}" if other is not plan else "0.0%"
-    return ""
-
-
-def _text(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-def _show_found(found: list[Found], device: int, context: int, overrides_of: Callable[[Candidate], list[str]]) -> None:
-    table = Table(title=f"what fits {device / GIB:.1f} GiB, best first", title_justify="left")
-    for name in ("mode", "optimizer", "checkpointing", "loss"):
-        table.add_column(name)
-    for name in ("batch", "tokens", "peak GB", "reserved GB", "left GB"):
-        table.add_column(name, justify="right")
-    table.add_column("gives up")
-    for one in found:
-        table.add_row(
-            one.candidate.mode,
-            one.candidate.optimizer,
-            _text(one.candidate.checkpointing),
-            one.candidate.loss,
-            str(one.candidate.batch_size),
-            str(one.plan.batch_size * one.plan.seq_len),
-            f"{one.plan.peak_bytes / 1e9:.2f}",
-            f"{one.plan.reserved_bytes / 1e9:.2f}",
-            f"{(device - context - one.plan.reserved_bytes) / 1e9:.2f}",
-            MODES[one.candidate.mode].gives_up,
-        )
-    console.print(table)
-    console.print("to run the first:")
-    sizes = [] if any(_key(o) == "model.size" for o in overrides_of(found[0].candidate)) else ["model.size=full"]
-    console.print(
-        "  python experiments/run.py " + " ".join([*overrides_of(found[0].candidate), *sizes]), soft_wrap=True
-    )
-
-
-def _write(plans: list[MemoryPlan], context: int, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for plan in plans:
-        holds = [card for card in CARDS if fits(plan.reserved_bytes, card * GIB, context)]
-        rows.append(plan.to_dict() | {"cards_gib": holds})
-    write_json(folder / "plan.json", {"rows": rows, "context_bytes": context, "predicted": True})
-    pair = _pair(plans)
-    if pair:
-        first = next(iter(pair.values()))
-        draw_plans(
-            {name: plan.curve for name, plan in pair.items()},
-            folder / "plan.png",
-            f"{first.model} ({first.size}), {first.backend}, batch {first.batch_size} x {first.seq_len} tokens: one "
-            "training step, predicted",
-        )
-    console.print(f"written to {folder}")
-
-
-def _pair(plans: list[MemoryPlan]) -> dict[str, MemoryPlan]:
-    """Standard and sonar of the first setting that has both; else the first plan."""
-    same = [name for name in NAMES if name != "mode"]
-    for plan in plans:
-        if plan.mode == "standard":
-            for other in plans:
-                if other.mode == "sonar" and all(getattr(other, name) == getattr(plan, name) for name in same):
-                    return {"standard": plan, "sonar": other}
-    return {plans[0].mode: plans[0]} if plans else {}

@@ -132,7 +132,7 @@ def check_model(cfg: DictConfig) -> None:
         SettingsError: with what is wrong.
     """
     try:
-        models.build_config(
+        config = models.build_config(
             cfg.model.name,
             "full",
             num_layers=cfg.model.num_layers,
@@ -144,6 +144,11 @@ def check_model(cfg: DictConfig) -> None:
         raise SettingsError(f"model.id={cfg.model.id}: no configuration could be loaded: {error}") from error
     except (ValueError, TypeError) as error:
         raise SettingsError(f"model.{error}") from error
+    if cfg.model.name == "hf":
+        try:
+            models.count_parameters(config, cfg.model.trust_remote_code)
+        except ValueError as error:
+            raise SettingsError(f"model=hf: {error}") from error
 
 
 def plan_at(cfg: DictConfig, size: str, device: torch.device) -> MemoryPlan:

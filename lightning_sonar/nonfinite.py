@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ class NonfiniteGuard:
     Attributes:
         skipping: whether nothing is updated in this step, as far as the host knows.
         flag: the same as a device flag, float32 and 0-dim, or None where the host knows.
+        agree: if set, gives all ranks the same verdict: the largest of their flags.
     """
 
     def __init__(self, on_nonfinite: OnNonfinite, check: Check) -> None:
@@ -32,6 +33,11 @@ class NonfiniteGuard:
         self.checks_gradients = check == "gradient"
         self.skipping = False
         self.flag: Tensor | None = None
+        self.agree: Callable[[Tensor], Tensor] | None = None
+        # Of a step whose gradients were all looked at before the first update.
+        self._judged = False
+        self._left_out = False
+        self._bad_step: Tensor | None = None
         self._skipped_steps: int | Tensor = 0
         self._skipped_tensors: int | Tensor = 0
 
@@ -51,18 +57,18 @@ class NonfiniteGuard:
         """
         if self.on_nonfinite == "ignore":
             return
-        bad = is_nonfinite(loss)
+        bad = self._verdict(loss)
         if self.on_nonfinite == "raise":
-            if bad.item():
+            if bad.bool().item():
                 raise FloatingPointError(
-                    f"The loss is {loss.item()}; nothing was updated in this step. on_nonfinite='skip' leaves such "
-                    "steps out and counts them."
+                    f"The loss is {loss.item()}{self._elsewhere(loss)}; nothing was updated in this step. "
+                    "on_nonfinite='skip' leaves such steps out and counts them."
                 )
         elif _stays_on_device(loss, optimizer):
             self.flag = bad if self.flag is None else torch.maximum(self.flag, bad)
             optimizer.found_inf = self.flag  # type: ignore[attr-defined]
         else:
-            self.skipping = self.skipping or bool(bad.item())
+            self.skipping = self.skipping or bool(bad.bool().item())
 
     def attributes(self, tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """What the update of one tensor inside backward is told, or None if it is left out.
@@ -72,13 +78,16 @@ class NonfiniteGuard:
         """
         if self.skipping:
             return None
+        if self._judged:
+            return {} if self._bad_step is None else {"found_inf": self._bad_step}
         flag, grad = self.flag, tensor.grad
         if self.checks_gradients and grad is not None:
-            bad = is_nonfinite(grad)
-            self._raise_if(bad, f"The gradient of a tensor of shape {list(tensor.shape)}")
+            bad = self._verdict(grad)
+            what = f"The gradient of a tensor of shape {list(tensor.shape)}"
+            self._raise_if(bad, what, "Tensors of later layers have been updated already.")
             if not _stays_on_device(grad, optimizer):
                 self._skipped_tensors = self._skipped_tensors + int(bad)
-                return None if bad.item() else {}
+                return None if bad.bool().item() else {}
             self._skipped_tensors = self._skipped_tensors + bad
             flag = bad if flag is None else torch.maximum(flag, bad)
         return {} if flag is None else {"found_inf": flag}
@@ -88,23 +97,53 @@ class NonfiniteGuard:
 
         With a device flag they are kept, and the optimizer reads the flag.
         """
-        if self.checks_gradients and not self.skipping:
-            grads = [tensor.grad for tensor in others if tensor.grad is not None]
-            if grads:
-                bad = torch.stack([is_nonfinite(grad).to(grads[0].device) for grad in grads]).amax()
-                self._raise_if(bad, "A gradient of the parameters that step after backward")
-                if not _stays_on_device(grads[0], optimizer):
-                    self._skipped_tensors = self._skipped_tensors + int(bad) * len(grads)
-                    return bool(bad.item())
-                self._skipped_tensors = self._skipped_tensors + bad * len(grads)
-                optimizer.found_inf = bad if self.flag is None else torch.maximum(self.flag, bad)  # type: ignore[attr-defined]
-        return self.skipping
+        if self.checks_gradients and not self.skipping and not self._judged:
+            found = [is_nonfinite(tensor.grad) for tensor in others if tensor.grad is not None]
+            if found:
+                return self._decide(found, optimizer, "Tensors of later layers have been updated already.")
+        return self.skipping or self._left_out
 
-    def _raise_if(self, bad: Tensor, what: str) -> None:
-        if self.on_nonfinite == "raise" and bad.item():
+    def judge(self, found: list[Tensor], optimizer: torch.optim.Optimizer) -> bool:
+        """Before anything is updated: are all gradients finite? Nothing is looked at again in this step.
+
+        Args:
+            found: for each gradient whether it is not finite, float32 and 0-dim, from `is_nonfinite`.
+            optimizer: the one that will update.
+
+        Returns:
+            Whether the step is left out, as far as the host knows.
+
+        Raises:
+            FloatingPointError: if one is not and ``on_nonfinite="raise"``.
+        """
+        self._left_out = self._decide(found, optimizer, "Nothing was updated in this step.")
+        self._judged = True
+        return self._left_out
+
+    def _decide(self, found: list[Tensor], optimizer: torch.optim.Optimizer, updated: str) -> bool:
+        bad = torch.stack([one.to(found[0].device) for one in found]).amax()
+        bad = bad if self.agree is None else self.agree(bad)
+        self._raise_if(bad, "The gradient of a parameter", updated)
+        if not _stays_on_device(bad, optimizer):
+            self._skipped_tensors = self._skipped_tensors + int(bad) * len(found)
+            return bool(bad.bool().item())
+        self._skipped_tensors = self._skipped_tensors + bad * len(found)
+        self._bad_step = bad if self.flag is None else torch.maximum(self.flag, bad)
+        optimizer.found_inf = self._bad_step  # type: ignore[attr-defined]
+        return False
+
+    def _verdict(self, tensor: Tensor) -> Tensor:
+        bad = is_nonfinite(tensor)
+        return bad if self.agree is None else self.agree(bad)
+
+    def _elsewhere(self, loss: Tensor) -> str:
+        return " here, and not finite on another rank" if bool(loss.isfinite()) else ""
+
+    def _raise_if(self, bad: Tensor, what: str, updated: str) -> None:
+        if self.on_nonfinite == "raise" and bad.bool().item():
             raise FloatingPointError(
-                f"{what} is not finite, though the loss is; it was not applied. Tensors of later layers have been "
-                "updated already. on_nonfinite='skip' leaves such updates out and counts them."
+                f"{what} is not finite, though the loss is; it was not applied. {updated} on_nonfinite='skip' leaves "
+                "such updates out and counts them."
             )
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -118,6 +157,7 @@ class NonfiniteGuard:
     def withdraw(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the verdict, and take the flag off the optimizer."""
         self.skipping, self.flag = False, None
+        self._judged, self._left_out, self._bad_step = False, False, None
         if getattr(optimizer, "found_inf", None) is not None:
             optimizer.found_inf = None  # type: ignore[attr-defined]
 

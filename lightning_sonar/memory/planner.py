@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_sonar import models
-from lightning_sonar.experts import find_expert_tensors
+from lightning_sonar.experts import NoExpertsError, find_expert_tensors
 from lightning_sonar.language_model import LanguageModel, Loss, OptimizerFactory
 from lightning_sonar.memory.backend_models import MODELLED, use_model_of
 from lightning_sonar.memory.ledger import OTHER, Ledger
@@ -68,6 +68,7 @@ class MemoryPlan:
         reserved_bytes: an estimate of what the caching allocator reserves for this step.
         params_total: number of parameters.
         params_expert: number of parameters in expert tensors.
+        largest_unit_bytes: bytes of the parameters of the largest experts module.
         curve: ``position`` and ``live_bytes``, equally long: live memory over the step. A position is the number of
             the phase (forward 0, backward 1, clip 2, step 3) plus the share of its events that have happened.
         notes: what is modelled.
@@ -91,8 +92,24 @@ class MemoryPlan:
     reserved_bytes: int
     params_total: int
     params_expert: int
+    largest_unit_bytes: int
     curve: dict[str, list[float]] = field(repr=False)
     notes: tuple[str, ...] = ()
+
+    def per_rank_bytes(self, ranks: int) -> int:
+        """Peak of each of ``ranks`` ranks under FSDP2, by arithmetic on this plan: an estimate, not a simulation.
+
+        Parameters, states and gradients are divided; activations are each rank's own, for a microbatch of this size.
+        One experts module is gathered while it runs, the next one meanwhile, and one's gradient is whole until it is
+        reduced.
+        """
+        sharded = ("parameters", "optimizer_state", "expert_gradients", "dense_gradients")
+        if ranks < 1:
+            raise ValueError(f"ranks={ranks}: expected at least 1.")
+        if ranks == 1:
+            return self.peak_bytes
+        divided = sum(self.split[name] for name in sharded) / ranks
+        return int(divided + self.split["activations"] + self.split["temporaries"] + 3 * self.largest_unit_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the curve left out."""
@@ -187,9 +204,7 @@ def plan_memory(
                 **overrides,
             )
             module = LanguageModel(network, _noting(make_optimizer, found), router_aux_loss=router_aux_loss, loss=loss)
-        experts = find_expert_tensors(module)
-        found["experts"] = experts.numel
-        found["total"] = experts.total_numel
+        found.update(_counts(module))
         return module
 
     ledger = simulate_step(
@@ -197,7 +212,7 @@ def plan_memory(
         lambda: _fake(batch) if batch is not None else language_batch(batch_size, seq_len, padding),
         strategy=strategy() if strategy is not None else SonarMoEStrategy(mode=resolved),
         rounding=rounding,
-        hit_rate=lambda module: 1 / _number_of_experts(module),
+        num_experts=lambda module: found["number"],
         gradient_clip_val=gradient_clip_val if resolved.clip != "none" else None,
         accumulate_grad_batches=accumulate_grad_batches,
         precision=precision,
@@ -222,9 +237,25 @@ def plan_memory(
         reserved_bytes=reserved_bytes(ledger),
         params_total=found["total"],
         params_expert=found["experts"],
+        largest_unit_bytes=found["unit"],
         curve=_curve(ledger, report),
         notes=tuple(notes),
     )
+
+
+def _counts(module: nn.Module) -> dict[str, int]:
+    """Parameters in all and in experts, bytes of the largest experts module, and the number of experts."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    try:
+        experts = find_expert_tensors(module)
+    except NoExpertsError:
+        return {"total": total, "experts": 0, "unit": 0, "number": 1}
+    units: dict[str, int] = {}
+    for name, tensor in experts.items():
+        owner = name.rpartition(".")[0]
+        units[owner] = units.get(owner, 0) + tensor.numel() * tensor.element_size()
+    number = max(tensor.shape[0] for tensor in experts.values())
+    return {"total": total, "experts": experts.numel, "unit": max(units.values()), "number": number}
 
 
 def language_batch(batch_size: int, seq_len: int, padding: bool = True) -> dict[str, Any]:
@@ -278,7 +309,3 @@ def _noting(make: OptimizerFactory, found: dict[str, Any]) -> OptimizerFactory:
         return optimizer
 
     return noting
-
-
-def _number_of_experts(module: nn.Module) -> int:
-    return max(tensor.shape[0] for tensor in find_expert_tensors(module).tensors)

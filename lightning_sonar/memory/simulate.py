@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,31 +33,35 @@ aten = torch.ops.aten
 class SimulationMode(FakeTensorMode):
     """Fake tensors that answer what a training step asks of values.
 
-    A number read from a tensor is 0 (False). Routing is uniform: every expert has tokens, each the same share.
+    A truth value read from a tensor is False, a whole number 0, any other number 1 (a count of steps is divided by).
+    Routing is uniform: every expert has tokens, each the same share.
 
     Args:
-        hit_rate: the share of (token, choice) pairs that go to one expert, where a model asks for their indices.
+        num_experts: experts of a layer, where a model asks which have tokens, and which tokens are one expert's.
     """
 
-    def __init__(self, hit_rate: float = 1.0) -> None:
+    def __init__(self, num_experts: int = 1) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.hit_rate = hit_rate
+        self.num_experts = num_experts
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is aten._local_scalar_dense.default:
             dtype = args[0].dtype
-            return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
         if func is aten.nonzero.default:
-            # A list of experts that have tokens: all of them. A table of who goes to one expert: its share.
+            # A list of experts that have tokens: all of them, but not the place that stands for none. A table of who
+            # goes to one expert: its share.
             mask = args[0]
-            hits = mask.numel() if mask.dim() == 1 else math.ceil(mask.numel() * self.hit_rate)
+            count = mask.numel()
+            hits = min(count, self.num_experts) if mask.dim() == 1 else math.ceil(count / self.num_experts)
             return mask.new_empty((hits, mask.dim()), dtype=torch.int64)
         if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
             # Its fake version knows bfloat16 only; the output is laid out the same.
             narrow = [value.to(torch.bfloat16) if _is_fp32(value) else value for value in args]
-            return super().__torch_dispatch__(func, types, tuple(narrow), kwargs or {}).to(torch.float32)
+            product: Any = super().__torch_dispatch__(func, types, tuple(narrow), kwargs or {})
+            return product.to(torch.float32)
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
@@ -127,7 +131,7 @@ def simulate_step(
     *,
     strategy: Strategy,
     rounding: int = CUDA_ROUNDING,
-    hit_rate: Callable[[pl.LightningModule], float] | None = None,
+    num_experts: Callable[[pl.LightningModule], int] | None = None,
     accumulate_grad_batches: int = 1,
     **trainer_options: Any,
 ) -> Ledger:
@@ -138,7 +142,7 @@ def simulate_step(
         make_batch: makes a batch of the true shapes; called under the fake mode.
         strategy: the strategy to fit with; must be new.
         rounding: storages are rounded up to a multiple of this many bytes; 1 is exact, as on a CPU.
-        hit_rate: from the module, the share of (token, choice) pairs that one expert gets; None means 1.
+        num_experts: from the module, experts of a layer; None means 1.
         accumulate_grad_batches: batches of one optimizer step.
         trainer_options: further arguments of the Trainer, such as ``gradient_clip_val`` and ``precision``.
 
@@ -149,8 +153,8 @@ def simulate_step(
     watcher = _SecondStep(rounding)
     with _quietly(), mode:
         module = build()
-        if hit_rate is not None:
-            mode.hit_rate = hit_rate(module)
+        if num_experts is not None:
+            mode.num_experts = num_experts(module)
         # Fake parameters cannot be moved, and need not be.
         for name in ("to", "cpu", "cuda"):
             object.__setattr__(module, name, lambda *args, **kwargs: module)

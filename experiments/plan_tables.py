@@ -1,0 +1,161 @@
+"""What `experiments/plan.py` prints and writes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.overrides import key_of
+from experiments.result import write_json
+from lightning_sonar.memory.cards import CARDS, GIB, fits, smallest_card
+from lightning_sonar.memory.figure import draw_plans
+from lightning_sonar.memory.planner import MemoryPlan
+from lightning_sonar.memory.search import Candidate, Found
+from lightning_sonar.modes import MODES
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
+
+
+def show_plans(plans: list[MemoryPlan], context: int) -> list[str]:
+    """Print rows by what they hold, and the cards that hold them; returns the settings in which rows differ."""
+    first = plans[0]
+    table = Table(title="predicted peak of one training step (GB = 1,000,000,000 bytes)", title_justify="left")
+    varying = [name for name in NAMES if len({str(getattr(plan, name)) for plan in plans}) > 1 or name == "mode"]
+    for name in varying:
+        table.add_column(name.replace("_", " "))
+    saved = [_saved(plan, plans) for plan in plans]
+    for name in ("peak GB", *(["saved"] if any(saved) else []), "params", "states", "expert grads", "dense grads"):
+        table.add_column(name, justify="right")
+    for name in ("activ.", "temp."):
+        table.add_column(name, justify="right")
+    table.add_column("peak in")
+    table.add_column("expert grads alive", justify="right")
+    table.add_column("reserved GB", justify="right")
+    table.add_column("fits from", justify="right")
+    for plan, saving in zip(plans, saved, strict=True):
+        card = smallest_card(plan.reserved_bytes, context)
+        table.add_row(
+            *(_text(getattr(plan, name)) for name in varying),
+            f"{plan.peak_bytes / 1e9:.2f}",
+            *([saving] if any(saved) else []),
+            *(f"{value / 1e9:.2f}" for value in plan.split.values()),
+            f"{plan.peak_phase}, {plan.peak_op.removeprefix('aten.').removesuffix('.default')}",
+            str(plan.peak_expert_grads),
+            f"{plan.reserved_bytes / 1e9:.2f}",
+            "none" if card is None else f"{card} GiB",
+        )
+    console.print(table)
+    fixed = [f"{name.replace('_', ' ')} {_text(getattr(first, name))}" for name in NAMES if name not in varying]
+    console.print("all rows: " + ", ".join(fixed))
+    for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+        console.print(f"note: {note}")
+    _show_cards(plans, varying, context)
+    return varying
+
+
+NAMES = ("model", "size", "mode", "backend", "optimizer", "batch_size", "seq_len", "checkpointing", "loss", "precision")
+
+
+def _show_cards(plans: list[MemoryPlan], varying: list[str], context: int) -> None:
+    table = Table(title="which card holds it", title_justify="left")
+    table.add_column(", ".join(name.replace("_", " ") for name in varying))
+    for card in CARDS:
+        table.add_column(f"{card} GiB", justify="center")
+    for plan in plans:
+        holds = [fits(plan.reserved_bytes, card * GIB, context) for card in CARDS]
+        table.add_row(", ".join(_text(getattr(plan, name)) for name in varying), *("yes" if h else "-" for h in holds))
+    console.print(table)
+    console.print(
+        f"A card holds a row if what the caching allocator would reserve (an estimate) and {context / 1e9:.1f} GB for "
+        "the process's CUDA context and workspaces (an assumption; context_memory=...) fit together."
+    )
+
+
+def show_ranks(plans: list[MemoryPlan], varying: list[str], ranks: list[int]) -> None:
+    """Print what each rank needs under FSDP2."""
+    table = Table(title="GB a rank under FSDP2, by arithmetic on the plan", title_justify="left")
+    table.add_column(", ".join(name.replace("_", " ") for name in varying))
+    for number in ranks:
+        table.add_column(f"{number} ranks", justify="right")
+    for plan in plans:
+        name = ", ".join(_text(getattr(plan, key)) for key in varying)
+        table.add_row(name, *(f"{plan.per_rank_bytes(number) / 1e9:.2f}" for number in ranks))
+    console.print(table)
+
+
+def _saved(plan: MemoryPlan, plans: list[MemoryPlan]) -> str:
+    """Against the standard row of the same setting."""
+    same = [name for name in NAMES if name != "mode"]
+    for other in plans:
+        if other.mode == "standard" and all(getattr(other, name) == getattr(plan, name) for name in same):
+            return f"{1 - plan.peak_bytes / other.peak_bytes:.1%}" if other is not plan else "0.0%"
+    return ""
+
+
+def _text(value: Any) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def show_found(found: list[Found], device: int, context: int, overrides_of: Callable[[Candidate], list[str]]) -> None:
+    table = Table(title=f"what fits {device / GIB:.1f} GiB, best first", title_justify="left")
+    for name in ("mode", "optimizer", "checkpointing", "loss"):
+        table.add_column(name)
+    for name in ("batch", "tokens", "peak GB", "reserved GB", "left GB"):
+        table.add_column(name, justify="right")
+    table.add_column("gives up")
+    for one in found:
+        table.add_row(
+            one.candidate.mode,
+            one.candidate.optimizer,
+            _text(one.candidate.checkpointing),
+            one.candidate.loss,
+            str(one.candidate.batch_size),
+            str(one.plan.batch_size * one.plan.seq_len),
+            f"{one.plan.peak_bytes / 1e9:.2f}",
+            f"{one.plan.reserved_bytes / 1e9:.2f}",
+            f"{(device - context - one.plan.reserved_bytes) / 1e9:.2f}",
+            MODES[one.candidate.mode].gives_up,
+        )
+    console.print(table)
+    console.print("to run the first:")
+    sizes = [] if any(key_of(o) == "model.size" for o in overrides_of(found[0].candidate)) else ["model.size=full"]
+    console.print(
+        "  python experiments/run.py " + " ".join([*overrides_of(found[0].candidate), *sizes]), soft_wrap=True
+    )
+
+
+def write_plans(plans: list[MemoryPlan], context: int, folder: Path, ranks: Iterable[int] = ()) -> None:
+    """Write ``plan.json`` and ``plan.png``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for plan in plans:
+        holds = [card for card in CARDS if fits(plan.reserved_bytes, card * GIB, context)]
+        per_rank = {str(number): plan.per_rank_bytes(number) for number in ranks}
+        rows.append(plan.to_dict() | {"cards_gib": holds, "per_rank_bytes": per_rank})
+    write_json(folder / "plan.json", {"rows": rows, "context_bytes": context, "predicted": True})
+    pair = _pair(plans)
+    if pair:
+        first = next(iter(pair.values()))
+        draw_plans(
+            {name: plan.curve for name, plan in pair.items()},
+            folder / "plan.png",
+            f"{first.model} ({first.size}), {first.backend}, batch {first.batch_size} x {first.seq_len} tokens: one "
+            "training step, predicted",
+        )
+    console.print(f"written to {folder}")
+
+
+def _pair(plans: list[MemoryPlan]) -> dict[str, MemoryPlan]:
+    """Standard and sonar of the first setting that has both; else the first plan."""
+    same = [name for name in NAMES if name != "mode"]
+    for plan in plans:
+        if plan.mode == "standard":
+            for other in plans:
+                if other.mode == "sonar" and all(getattr(other, name) == getattr(plan, name) for name in same):
+                    return {"standard": plan, "sonar": other}
+    return {plans[0].mode: plans[0]} if plans else {}
