@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_sonar import MODES, FusedAdamW, MemoryProfiler, SonarMoEStrategy, models
-from lightning_sonar.language_model import LanguageModel
+from lightning_sonar.language_model import LanguageModel, Loss
 from lightning_sonar.memory.planner import plan_memory
 
 # About 300 MB of bf16 expert tensors each.
@@ -54,21 +54,28 @@ class ProcessPeak(L.Callback):
             self.peak = resident("VmHWM")
 
 
-def measure(family: str, mode: str, shape: dict[str, int], backend: str = "grouped_mm") -> dict[str, float | str]:
+def measure(
+    family: str,
+    mode: str,
+    shape: dict[str, int],
+    tokens: tuple[int, int] = TOKENS,
+    checkpointing: bool = False,
+    loss: Loss = "full",
+) -> dict[str, float | str]:
     overrides = dict(shape)
     layers = overrides.pop("num_layers")
     plan = plan_memory(
-        family, size="tiny", mode=mode, backend=backend, num_layers=layers, batch_size=TOKENS[0], seq_len=TOKENS[1],
-        rounding=1, **overrides,
+        family, size="tiny", mode=mode, num_layers=layers, batch_size=tokens[0], seq_len=tokens[1], rounding=1,
+        checkpointing=checkpointing, loss=loss, **overrides,
     )  # fmt: skip
     gc.collect()
     before = resident("VmRSS")
     torch.manual_seed(0)
-    model = models.build(family, "tiny", num_layers=layers, backend=backend, **overrides)
-    module = LanguageModel(model, functools.partial(FusedAdamW, lr=1e-5))
+    model = models.build(family, "tiny", num_layers=layers, checkpointing=checkpointing, **overrides)
+    module = LanguageModel(model, functools.partial(FusedAdamW, lr=1e-5), loss=loss)
     rows = [
         {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        for ids in torch.randint(0, 4096, (8, TOKENS[1]))
+        for ids in torch.randint(0, 4096, (4 * tokens[0], tokens[1]))
     ]
     profiler, process = MemoryProfiler(warmup=1, steps=1), ProcessPeak(3)
     trainer = L.Trainer(
@@ -76,11 +83,14 @@ def measure(family: str, mode: str, shape: dict[str, int], backend: str = "group
         gradient_clip_val=None if MODES[mode].clip == "none" else 1.0, callbacks=[profiler, process], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(rows, batch_size=TOKENS[0]))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(rows, batch_size=tokens[0]))  # type: ignore[arg-type]
     assert profiler.report is not None
     return {
         "family": family,
         "mode": mode,
+        "tokens": tokens[0] * tokens[1],
+        "checkpointing": checkpointing,
+        "loss": loss,
         "experts": plan.params_expert * 2,
         "planned": plan.peak_bytes,
         "tracked": profiler.report.peak_bytes,
@@ -90,8 +100,19 @@ def measure(family: str, mode: str, shape: dict[str, int], backend: str = "group
     }
 
 
+def trend(family: str) -> None:
+    """Standard and sonar with few tokens and with many, plainly and with what keeps activations small."""
+    for tokens in ((2, 128), (16, 128)):
+        for checkpointing, loss in ((False, "full"), (True, "chunked")):
+            for mode in ("standard", "sonar"):
+                print(json.dumps(measure(family, mode, CASES[family], tokens, checkpointing, loss)), flush=True)
+
+
 if __name__ == "__main__":
     family, *chosen = sys.argv[1:]
     measure(family, "standard", WARM_UP)
-    for name in chosen:
-        print(json.dumps(measure(family, name, CASES[family])), flush=True)
+    if chosen == ["trend"]:
+        trend(family)
+    else:
+        for name in chosen:
+            print(json.dumps(measure(family, name, CASES[family])), flush=True)

@@ -152,17 +152,36 @@ def test_a_plan_of_eager_experts_is_within_one_percent_where_routing_is_uniform(
     assert real_peak(model, mode, precision) == pytest.approx(plan.peak_bytes, rel=0.01)
 
 
+def real_cases(*arguments: str) -> list[dict]:
+    fixed = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "tests/plan_cases.py"), *arguments],
+        capture_output=True, text=True, env={**QUIET, **fixed, "LRU_CACHE_CAPACITY": "64"}, timeout=1200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_the_saving_melts_with_tokens_on_a_cpu_as_planned():
+    cases = real_cases("olmoe", "trend")
+    saved = {}
+    for standard, sonar in zip(cases[::2], cases[1::2], strict=True):
+        for kind in ("planned", "tracked"):
+            saved[kind, sonar["tokens"], sonar["checkpointing"]] = 1 - sonar[kind] / standard[kind]
+    for kind in ("planned", "tracked"):
+        assert saved[kind, 2048, False] < saved[kind, 256, False] - 0.05
+        assert saved[kind, 2048, True] > saved[kind, 256, True] - 0.03
+    assert all(saved["tracked", n, c] == pytest.approx(saved["planned", n, c], abs=0.01) for _, n, c in saved)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("family", ["olmoe", "granite"])
 def test_a_plan_is_within_one_percent_of_the_tracker_and_three_of_process_memory(family):
     """At 300 MB of experts, where process memory means something."""
-    fixed = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests/plan_cases.py"), family, *MODES],
-        capture_output=True, text=True, env={**QUIET, **fixed, "LRU_CACHE_CAPACITY": "64"}, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    cases = real_cases(family, *MODES)
     assert [case["mode"] for case in cases] == list(MODES)
     for case in cases:
         assert case["experts"] >= 300e6

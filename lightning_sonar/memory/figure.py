@@ -106,13 +106,15 @@ def draw_plans(plans: Mapping[str, Mapping[str, list[float]]], path: str | Path,
             phase = min(int(position), len(edges) - 2)
             places.append(edges[phase] + (position - phase) * (edges[phase + 1] - edges[phase]))
         live = [value / 1e9 for value in curve["live_bytes"]]
+        places.append(edges[-1])
+        live.append(live[-1])
         peak = max(live)
         top = max(top, peak)
         axes.step(
             places, live, where="post", linestyle=style, color=shade, linewidth=1.6, label=f"{name}: {peak:,.2f} GB"
         )
         axes.plot([places[live.index(peak)]], [peak], marker="o", color=shade, markersize=6)
-    for start, end, phase in zip(edges, edges[1:], ("forward", "backward", "clip", "step"), strict=False):
+    for start, end, phase in zip(edges, edges[1:], ("forward", "backward", "clip", "step, then free"), strict=False):
         axes.axvline(start, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
         axes.text((start + end) / 2, 1.01, phase, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
     axes.set_xlim(edges[0], edges[-1])

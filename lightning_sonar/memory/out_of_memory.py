@@ -190,8 +190,8 @@ def _modes(needs: Needs, capacity: int, mode: Mode | None, accumulating: bool, n
     found = []
     for name, other in MODES.items():
         needed = needs.of(other)
-        if other.in_backward == "none" or needed >= now:
-            continue
+        if other.in_backward == "none" or needed >= now or (accumulating and other.expert_clip == "exact"):
+            continue  # accumulated, exact clipping saves nothing
         settings = [f"mode={name!r}"]
         note = f"gives up {other.gives_up}"
         if accumulating:

@@ -70,7 +70,8 @@ class MemoryPlan:
         params_expert: number of parameters in expert tensors.
         largest_unit_bytes: bytes of the parameters of the largest experts module.
         curve: ``position`` and ``live_bytes``, equally long: live memory over the step. A position is the number of
-            the phase (forward 0, backward 1, clip 2, step 3) plus the share of its events that have happened.
+            the phase (forward 0, backward 1, clip 2, step and after it 3) plus the share of its events that have
+            happened.
         notes: what is modelled.
     """
 
@@ -276,18 +277,24 @@ def split_of(ledger: Ledger) -> dict[str, int]:
     return split
 
 
-_PHASES = ("forward", "backward", "clip", "step")
+# What follows the step is that its gradients go.
+_PHASES = {"forward": 0, "backward": 1, "clip": 2, "step": 3, "done": 3}
 
 
 def _curve(ledger: Ledger, report: MemoryReport) -> dict[str, list[float]]:
+    bounds: dict[int, tuple[int, int]] = {}
+    for span in ledger.spans:
+        number = _PHASES[span.phase]
+        start, end = bounds.get(number, (max(span.start, ledger.first_event), span.end))
+        bounds[number] = (min(start, span.start) if number else start, max(end, span.end))
     positions: list[float] = []
     live: list[float] = []
-    spans = [span for span in ledger.spans if span.phase in _PHASES]
     for event, level in zip(report.timeline["event"], report.timeline["live_bytes"], strict=True):
-        span = next((s for s in spans if s.start <= event < s.end), None)
-        if span is not None:
-            positions.append(round(_PHASES.index(span.phase) + (event - span.start) / (span.end - span.start), 5))
-            live.append(level)
+        for number, (start, end) in bounds.items():
+            if start <= event < end:
+                positions.append(round(number + (event - start) / (end - start), 5))
+                live.append(level)
+                break
     return {"position": positions, "live_bytes": live}
 
 

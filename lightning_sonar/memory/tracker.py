@@ -276,7 +276,9 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     """The tensors with a storage of their own that a tensor is made of: itself, in the ordinary case."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]
+        # A DTensor names its mesh among them.
+        inner = [getattr(tensor, name) for name in flatten()[0]]
+        return [part for value in inner if isinstance(value, Tensor) for part in _parts(value)]
     if tensor.layout is torch.strided:
         return [tensor]
     # Taking a sparse tensor apart is an operation itself, which no tracker needs to see.
