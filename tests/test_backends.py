@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from helpers import batches, small_model
@@ -67,3 +69,11 @@ def test_backends_agree_on_loss_and_gradients_by_name(family):
     for backend in ("grouped_mm", "batched_mm"):
         for name, value in results["eager"].items():
             torch.testing.assert_close(results[backend][name], value, rtol=1e-4, atol=1e-6, msg=f"{backend}: {name}")
+
+
+@pytest.mark.parametrize(("capability", "warns"), [((10, 0), True), ((9, 0), False), ((12, 0), False)])
+def test_grouped_mm_warns_on_the_gpus_where_it_was_reported_wrong(monkeypatch, capability, warns):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name in ("auto", "grouped_mm"):
+        with pytest.warns(UserWarning, match="172439") if warns else nullcontext():
+            assert resolve_backend(name, "cuda:0") == "grouped_mm"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_sonar.backends import scattermoe
+from lightning_sonar.backends import scattermoe, sonicmoe
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ def _grouped_mm_missing(device: torch.device) -> str | None:
     return None
 
 
+def _is_datacentre_blackwell(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 10
+
+
 def _nothing_missing(device: torch.device) -> str | None:
     return None
 
@@ -52,6 +56,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("grouped_mm", _grouped_mm_missing, "torch's grouped matrix product: tokens sorted by expert"),
         # By name only: on a CPU it is interpreted, which is for tests.
         Backend(scattermoe.NAME, scattermoe.missing, "own Triton kernels: gather and scatter while multiplying", False),
+        # By name only: an extra's kernels, which can be installed and still not load.
+        Backend(sonicmoe.NAME, sonicmoe.missing, "SonicMoE's kernels, for Hopper and Blackwell GPUs", False),
         Backend("batched_mm", _nothing_missing, "batched matrix product: gathers whole weights for every token"),
         Backend("eager", _nothing_missing, "a Python loop over the experts that have tokens"),
     )
@@ -71,7 +77,7 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
     """
     device = torch.device(device)
     if name == "auto":
-        return next(b.name for b in BACKENDS.values() if b.automatic and b.missing(device) is None)
+        name = next(b.name for b in BACKENDS.values() if b.automatic and b.missing(device) is None)
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r} is not a backend. Choose one of auto, {', '.join(BACKENDS)}.")
     missing = BACKENDS[name].missing(device)
@@ -79,6 +85,13 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
         runs = [other.name for other in BACKENDS.values() if other.missing(device) is None]
         raise RuntimeError(
             f"backend={name!r} cannot run on {device}: it needs {missing}. These run here: {', '.join(runs)}."
+        )
+    if name == "grouped_mm" and _is_datacentre_blackwell(device):
+        warnings.warn(
+            "backend='grouped_mm' on a Blackwell GPU of compute capability 10: pytorch issue 172439 reports gradients "
+            "that are not zero for experts without tokens. Run python experiments/gpu_check.py --parts 2 to see whether "
+            "your torch is affected, or use backend='scattermoe'.",
+            stacklevel=2,
         )
     if name == "batched_mm":
         warnings.warn(

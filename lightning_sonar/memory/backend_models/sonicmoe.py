@@ -81,7 +81,8 @@ def sonicmoe_model_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor
     scores = top_k_weights.to(hidden_states.dtype)
     order = torch.empty(3, top_k_index.numel(), dtype=torch.int32)  # sorted rows and their way back
     # The package takes both weights as views, made before the first product. Backward therefore comes to the second
-    # view only after the first product's backward, so the gradients of both tensors wait for each other.
+    # view only after the first product's backward, so the gradients of both tensors wait for each other. This is the
+    # call that the paper measured; the adapter in `lightning_sonar.backends` lets the second view go first.
     up, down = self.gate_up_proj.permute(1, 2, 0), self.down_proj.permute(1, 2, 0)  # [2I, H, E], [H, I, E]
     both, activated = _Up.apply(hidden_states, up, order.shape[1])
     return _Down.apply(both, activated, down, scores)
