@@ -15,12 +15,14 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.panel import Panel
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from experiments.result import History, collect, write_json
-from experiments.settings import PRECISIONS, SettingsError, device_of, plan_at, settle
+from experiments.settings import PRECISIONS, SettingsError, build_device_of, device_of, plan_at, ranks_of, settle
 from lightning_sonar import models
 from lightning_sonar.data import DataError
 from lightning_sonar.language_model import LanguageModel
@@ -28,8 +30,12 @@ from lightning_sonar.memory import MemoryProfiler
 from lightning_sonar.memory.out_of_memory import is_out_of_memory
 from lightning_sonar.output_head import OutputHeadError
 from lightning_sonar.strategies.checkpoints import CheckpointError
+from lightning_sonar.strategies.sharding import has_sharded_parameters
 
-console = Console(highlight=False)
+# Other ranks run the same command; one of them speaks and writes.
+RANK = int(getattr(rank_zero_only, "rank", None) or 0)
+FIRST = RANK == 0
+console = Console(highlight=False, quiet=not FIRST)
 
 OUT_OF_MEMORY = 3
 """Exit code of a run that went out of memory: its settings are not wrong (that is 2), but too large for the machine."""
@@ -42,11 +48,12 @@ def run_job(cfg: DictConfig, folder: Path) -> int:
     except Exception as error:
         # Hydra wraps what a class says about its arguments.
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
+        report = folder / ("error.txt" if FIRST else f"error_rank{RANK}.txt")
         if isinstance(cause, (SettingsError, DataError, CheckpointError, OutputHeadError)):
             print(f"error: {cause}", file=sys.stderr)
-            (folder / "error.txt").write_text(f"{cause}\n")
+            report.write_text(f"{cause}\n")
             return 2
-        (folder / "error.txt").write_text(traceback.format_exc())
+        report.write_text(traceback.format_exc())
         if cause is not None and is_out_of_memory(cause):
             # The note is MemoryProfiler's; without one the exception has to do.
             notes = getattr(cause, "__notes__", None) or [f"Out of memory. {cause}"]
@@ -62,7 +69,8 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     settle(cfg, say=lambda text: console.print(Panel(text, title="model size", border_style="yellow")))
     OmegaConf.resolve(cfg)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    if FIRST:
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
     data = instantiate(cfg.data, tokenizer=_tokenizer(cfg))
@@ -99,19 +107,31 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     if saves:
         trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
     if cfg.export == "hf":
-        model.save_pretrained(folder / "hf")  # type: ignore[operator]
-        data.tokenizer.save_pretrained(folder / "hf")
+        _export(model, data.tokenizer, folder / "hf")
     validation = trainer.validate(module, data, verbose=False)[0] if trainer.limit_val_batches else {}
-    result = collect(cfg, trainer, model, dict(validation), history.losses, predicted)
-    write_json(folder / "result.json", result)
-    _show(result, folder)
+    losses = trainer.strategy.reduce(torch.tensor(history.losses, device=trainer.strategy.root_device)).tolist()
+    result = collect(cfg, trainer, model, dict(validation), losses, predicted)
+    if FIRST:
+        write_json(folder / "result.json", result)
+        _show(result, folder)
     return result
+
+
+def _export(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Write a Hugging Face folder; of a sharded model every rank has to call it."""
+    weights = None
+    if has_sharded_parameters(model):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)
+    if FIRST:
+        model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        tokenizer.save_pretrained(folder)
 
 
 def _predict(cfg: DictConfig, callbacks: list[L.Callback]) -> int | None:
     """The planned peak in bytes, told to the profiler, which compares; None where nothing compares it."""
     profiler = next((callback for callback in callbacks if isinstance(callback, MemoryProfiler)), None)
-    if profiler is None:
+    if profiler is None or ranks_of(cfg) > 1:  # the plan is one device's
         return None
     try:
         profiler.predicted_peak_bytes = plan_at(cfg, cfg.model.size, device_of(cfg)).peak_bytes
@@ -131,7 +151,7 @@ def _build(cfg: DictConfig) -> torch.nn.Module:
             model_id=cfg.model.id,
             backend=cfg.backend.name,
             dtype=PRECISIONS[str(cfg.trainer.precision)],
-            device=device_of(cfg),
+            device=build_device_of(cfg),
             low_memory=cfg.model.low_memory,
             attn_implementation=cfg.model.attn_implementation,
             checkpointing=cfg.model.checkpointing,
@@ -196,6 +216,7 @@ def _quiet() -> None:
     logging.getLogger("lightning_sonar.memory.explain").setLevel(logging.CRITICAL)  # `run_job` prints it
     for text in (
         "does not have many workers",
+        "It is recommended to use .self.log\\(.*sync_dist=True",  # the metrics gather themselves
         "Experiment logs directory .* exists and is not empty",
         "The number of training batches .* is smaller than the logging interval",
         "`isinstance.treespec, LeafSpec.` is deprecated",
@@ -211,9 +232,10 @@ def _show(result: dict[str, Any], folder: Path) -> None:
     planned = result["predicted_peak_bytes"]
     predicted = number(None if planned is None else planned / 1e9, ".3f", " GB")
     times = result["step_time_ms"]
+    clip = "" if result["expert_clip"] == "none" else f", expert_clip {result['expert_clip']}"
     console.print(
         f"\n{result['model']} ({result['size']}, {result['params_total'] / 1e6:,.1f} M parameters, "
-        f"{result['params_expert'] / result['params_total']:.0%} in experts), mode {result['mode']}, backend "
+        f"{result['params_expert'] / result['params_total']:.0%} in experts), mode {result['mode']}{clip}, backend "
         f"{result['backend']}, {result['device']}\n"
         f"  peak memory    {peak} (phase: {result['peak_phase']}; predicted: {predicted})\n"
         f"  step time      {number(times['median'], '.1f', ' ms')}\n"

@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sonar.modes import MODES
+from lightning_sonar.modes import MODES, resolve_mode
 
 COLUMNS = (
     "model",
@@ -90,7 +90,7 @@ def rows_of(results: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 def _row(result: Mapping[str, Any], base: float | None) -> dict[str, str]:
     peak = result.get("peak_memory_bytes")
-    mode = MODES.get(result["mode"])
+    mode = resolve_mode(result["mode"], result.get("expert_clip")) if result["mode"] in MODES else None
     return {
         "model": f"{result['model']} ({result['size']})",
         "settings": result.get("settings", ""),

@@ -83,7 +83,7 @@ def collect(
     times = report.get("step_time_ms") or {}
     median = times.get("median")
     norm = getattr(trainer.strategy, "last_norm", None)
-    tokens = cfg.data.batch_size * cfg.data.seq_len * cfg.trainer.accumulate_grad_batches
+    tokens = cfg.data.batch_size * cfg.data.seq_len * cfg.trainer.accumulate_grad_batches * trainer.world_size
     device = trainer.strategy.root_device
     return {
         "model": cfg.model.name,
@@ -91,6 +91,7 @@ def collect(
         "params_total": experts.total_numel,
         "params_expert": experts.numel,
         "mode": cfg.mode.name,
+        "expert_clip": cfg.mode.expert_clip,
         "backend": cfg.backend.name,
         "loss": cfg.model.loss,
         "optimizer": str(cfg.optimizer._target_).rsplit(".", 1)[-1],
@@ -107,6 +108,9 @@ def collect(
         "predicted_peak_bytes": predicted,
         "peak_phase": report.get("peak_phase"),
         "peak_expert_grad_bytes": report.get("peak_expert_gradient_bytes"),
+        "ranks": trainer.world_size,
+        "peak_memory_bytes_per_rank": report.get("peak_bytes_per_rank"),
+        "peak_expert_grad_bytes_per_rank": report.get("peak_expert_gradient_bytes_per_rank"),
         "memory_split": report.get("split"),
         "hooks_per_step": report.get("hooks_per_step"),
         "step_time_ms": {key: times.get(key) for key in ("median", "p10", "p90")},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ from experiments.plans import plan_of
 from lightning_sonar import models
 from lightning_sonar.backends import BACKENDS, resolve_backend
 from lightning_sonar.clipping import check_clip
+from lightning_sonar.expert_clip import check_accumulation
 from lightning_sonar.in_backward import Accumulation
 from lightning_sonar.language_model import Loss
 from lightning_sonar.memory.planner import PRECISIONS, MemoryPlan
@@ -27,13 +29,36 @@ class SettingsError(ValueError):
 
 
 def device_of(cfg: DictConfig) -> torch.device:
-    """The device that the Trainer will choose."""
+    """The device that the Trainer will choose for this rank."""
     wanted = str(cfg.trainer.accelerator)
     if wanted in ("auto", "gpu", "cuda") and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", torch.cuda.current_device())))
+        return torch.device("cuda", local % torch.cuda.device_count())
     if wanted in ("gpu", "cuda"):
         raise SettingsError(f"trainer.accelerator={wanted}: torch sees no GPU here. Use trainer.accelerator=cpu.")
     return torch.device("cpu")
+
+
+def is_sharded(cfg: DictConfig) -> bool:
+    """Whether each rank holds a shard of the model only."""
+    return str(cfg.trainer.strategy.get("_target_", "")).endswith("FSDPStrategy")
+
+
+def build_device_of(cfg: DictConfig) -> torch.device:
+    """Where a rank builds its model: on the CPU if one device need not hold it all."""
+    return torch.device("cpu") if is_sharded(cfg) else device_of(cfg)
+
+
+def ranks_of(cfg: DictConfig) -> int:
+    """How many ranks train together, as far as the configuration tells."""
+    devices = cfg.trainer.devices
+    if OmegaConf.is_list(devices):
+        count = len(devices)
+    elif str(devices).lstrip("-").isdigit() and int(devices) > 0:
+        count = int(devices)
+    else:
+        count = torch.cuda.device_count() if device_of(cfg).type == "cuda" else 1
+    return count * int(cfg.trainer.num_nodes)
 
 
 def settle(cfg: DictConfig, say: Callable[[str], None] = print) -> DictConfig:
@@ -55,6 +80,7 @@ def settle(cfg: DictConfig, say: Callable[[str], None] = print) -> DictConfig:
         except (ValueError, RuntimeError) as error:
             raise SettingsError(str(error)) from error
     try_optimizer(cfg)
+    try_strategy(cfg)
     return cfg
 
 
@@ -84,6 +110,18 @@ def try_optimizer(cfg: DictConfig) -> None:
     except Exception as error:  # whatever a class that the user named may raise
         cause = error.__cause__ or error
         raise SettingsError(f"{key}={cfg[key].get('_target_')}: {cause}".splitlines()[0]) from error
+
+
+def try_strategy(cfg: DictConfig) -> None:
+    """Make the strategy, so that what it refuses shows before data is read.
+
+    Raises:
+        SettingsError: with what it said.
+    """
+    try:
+        instantiate(cfg.trainer.strategy)
+    except Exception as error:  # whatever a class that the user named may raise
+        raise SettingsError(f"trainer.strategy: {error.__cause__ or error}") from error
 
 
 def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None]) -> str:
@@ -194,7 +232,9 @@ def check_values(cfg: DictConfig) -> None:
             faults.append(f"{key}={value}: expected {what}, at least {least}{', or null' if optional else ''}.")
     if not faults:
         try:
-            check_clip(resolve_mode(cfg.mode.name), cfg.trainer.gradient_clip_val, cfg.trainer.gradient_clip_algorithm)
+            mode = resolve_mode(cfg.mode.name, cfg.mode.expert_clip)
+            check_accumulation(mode, cfg.mode.accumulation)
+            check_clip(mode, cfg.trainer.gradient_clip_val, cfg.trainer.gradient_clip_algorithm)
         except ValueError as error:
             faults.append(str(error))
     if faults:

@@ -7,19 +7,27 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from lightning_sonar.modes import Mode, mode_name
+from lightning_sonar.sharded import by_mesh, local, norm_part, settle, whole
 
 ClipAlgorithm = Literal["norm", "value"]
 
 
 def check_clip(mode: Mode, max_norm: float | None, algorithm: str | None = "norm") -> None:
-    """Refuse a global-norm clip where the mode leaves nothing to clip.
+    """Refuse a clip that the mode leaves nothing for, or that is asked for twice.
 
     Raises:
         ValueError: saying how to go on.
     """
-    if mode.clip == "none" and max_norm and max_norm > 0 and algorithm != "value":
+    if mode.expert_clip != "none" and max_norm and max_norm > 0 and algorithm == "value":
+        raise ValueError(
+            f"gradient_clip_algorithm='value' with expert_clip={mode.expert_clip!r}: clipping by value is element-"
+            "wise, so expert gradients get it inside backward like all others, and there is no norm to clip them by. "
+            "Set expert_clip='none' or gradient_clip_algorithm='norm'."
+        )
+    if mode.clip == "none" and mode.expert_clip == "none" and max_norm and max_norm > 0 and algorithm != "value":
         raise ValueError(
             f"mode {mode_name(mode)!r} frees every gradient inside backward, so there is no global norm to clip by, "
             f"but gradient_clip_val={max_norm} was given. Set gradient_clip_val=None (trainer.gradient_clip_val=null), "
@@ -42,7 +50,52 @@ def clip_norm_(tensors: Sequence[Tensor], max_norm: float) -> Tensor:
     Returns:
         The norm before clipping, 0-dim, in the gradients' dtype (a bfloat16 norm is rounded).
     """
-    return torch.nn.utils.clip_grad_norm_(tensors, max_norm)
+    groups = by_mesh(with_gradients(tensors))
+    if len(groups) < 2:
+        return whole(torch.nn.utils.clip_grad_norm_(tensors, max_norm))
+    # No operator takes tensors of several meshes together.
+    norms = [whole(torch.nn.utils.get_total_norm([t.grad for t in group if t.grad is not None])) for group in groups]
+    norm = torch.linalg.vector_norm(torch.stack([part.to(norms[0].device) for part in norms]))
+    for group in groups:
+        scale_(group, max_norm, norm)
+    return norm
+
+
+def tensor_norm(grad: Tensor) -> Tensor:
+    """The 2-norm of one gradient as ``clip_grad_norm_`` takes it: 0-dim, in the gradient's dtype.
+
+    torch's foreach kernel does not sum in the order of ``vector_norm``, so the same one has to be called.
+    """
+    if _has_foreach_support([grad], grad.device):
+        return torch._foreach_norm([grad], 2.0)[0]
+    return torch.linalg.vector_norm(grad, 2.0)
+
+
+def total_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The global norm of the gradients whose norms these are, as ``clip_grad_norm_`` takes it.
+
+    Args:
+        norms: from `tensor_norm`, 0-dim, in the optimizer's order of the tensors: the order rounds.
+
+    Returns:
+        0-dim, on the device of the first; in the gradients' dtype if they have one in common.
+    """
+    groups = _group_tensors_by_device_and_dtype([list(norms)])
+    grouped = [norm for (tensors,), _ in groups.values() for norm in tensors if norm is not None]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in grouped]), 2.0)
+
+
+def coefficient(max_norm: float, norm: Tensor) -> Tensor:
+    """What ``clip_grad_norm_`` multiplies gradients with, in the norm's shape, dtype and device; at most 1."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def scale_(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients in place by the `coefficient` for a norm measured before, as ``clip_grad_norm_`` does.
+
+    Each product is rounded to the gradient's own dtype.
+    """
+    torch.nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
 
 
 def clip_value_(tensors: Sequence[Tensor], max_value: float) -> None:
@@ -56,7 +109,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor | None:
     grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
     if not grads:
         return None
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    norms = settle(norm_part(grad) for grad in grads)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
@@ -73,7 +126,7 @@ class GradNorms:
 
     def released(self, grad: Tensor, is_expert: bool) -> None:
         """Measure a gradient that is about to be freed. Nothing waits for the device."""
-        self._released[is_expert].append(torch.linalg.vector_norm(grad, dtype=torch.float32))
+        self._released[is_expert].append(norm_part(grad))
 
     def gather(self, tensors: Iterable[tuple[Tensor, bool]]) -> None:
         """End the step: ``tensors`` are all parameters, each with whether it is an expert tensor."""
@@ -82,7 +135,7 @@ class GradNorms:
             left[is_expert].append(tensor)
         parts: list[Tensor] = []
         for is_expert, name in ((True, "experts"), (False, "dense")):
-            norms = [*self._released[is_expert]]
+            norms = settle(self._released[is_expert])
             rest = global_norm(left[is_expert])
             if rest is not None:
                 norms.append(rest.to(norms[0].device) if norms else rest)
@@ -93,9 +146,12 @@ class GradNorms:
 
 
 def is_nonfinite(tensor: Tensor) -> Tensor:
-    """Whether a tensor holds a NaN or an infinity: float32, 0-dim, 1.0 or 0.0, on the tensor's device.
+    """Whether a tensor, or this rank's shard of it, holds a NaN or an infinity: float32, 0-dim, 1 or 0, on its device.
 
     ``aminmax`` carries a NaN through and needs no temporary of the tensor's size.
     """
-    low, high = torch.aminmax(tensor.detach())
+    tensor = local(tensor.detach())
+    if not tensor.numel():
+        return torch.zeros((), device=tensor.device)
+    low, high = torch.aminmax(tensor)
     return (~(torch.isfinite(low) & torch.isfinite(high))).float()

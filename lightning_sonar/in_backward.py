@@ -9,42 +9,23 @@ them. This file knows torch and nothing above it: strategies, the mixin and a pl
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_sonar.clipping import ClipAlgorithm, GradNorms, check_clip, clip_norm_, clip_value_, with_gradients
-from lightning_sonar.modes import Mode, mode_name
-from lightning_sonar.nonfinite import NonfiniteGuard
-from lightning_sonar.optim.step_one import Group, step_slice, step_tensor
+from lightning_sonar import messages
+from lightning_sonar.clipping import ClipAlgorithm, check_clip, clip_norm_, clip_value_, with_gradients
+from lightning_sonar.hooks import Accumulation, GradientHooks, Observer, Ranks, is_released
+from lightning_sonar.modes import mode_name
+from lightning_sonar.two_pass import TwoPass
 
-Accumulation = Literal["exact", "per_microbatch"]
-
-_released: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+__all__ = ["Accumulation", "InBackward", "Observer", "Ranks", "is_released"]
 
 
-class Observer(Protocol):
-    """What may watch a step. It must not change anything."""
-
-    def on_phase(self, phase: str) -> None:
-        """The step enters ``"backward"``, ``"clip"``, ``"step"`` or ``"done"``."""
-
-    def on_gradient(self, tensor: Tensor) -> None:
-        """A released tensor's gradient is complete: before its update, and before it is freed."""
-
-
-def is_released(tensor: Tensor) -> bool:
-    """Whether some handle updates the tensor inside backward."""
-    return tensor in _released
-
-
-class InBackward:
+class InBackward(GradientHooks):
     """Hooks on the tensors that step inside backward, and the step around them. Made by `release_in_backward`.
 
     Attributes:
@@ -52,49 +33,14 @@ class InBackward:
         observers: called as the step goes on; see `Observer`.
         clip_value: if set, each released gradient is clipped element-wise to it before its update, as
             ``clip_grad_value_`` clips the others afterwards.
+        max_norm: the largest norm, for modes with an ``expert_clip``; 0 clips nothing. To be said before backward,
+            which `train_step` does.
+        leaf_of: what stands for a tensor in the graph, where that is not the tensor itself: what the second backward
+            of exact clipping is run for.
+        ranks: if set, averages each released gradient over ranks before anything is done with it.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        experts: Mapping[str, Tensor],
-        *,
-        mode: Mode,
-        names: Mapping[int, str],
-        accumulation: Accumulation,
-        guard: NonfiniteGuard,
-        measure_norms: bool,
-    ) -> None:
-        self.mode = mode
-        self.accumulation = accumulation
-        self.observers: list[Observer] = []
-        self.clip_value: float | None = None
-        # The hooks hold this object, and a parameter holds its hooks in C++ where the garbage collector cannot see
-        # them: a strong reference from here to a parameter or the optimizer would keep the whole model alive.
-        self._optimizer = weakref.ref(optimizer)
-        self._experts = {name: weakref.ref(tensor) for name, tensor in experts.items()}
-        self._expert_ids = {id(tensor) for tensor in experts.values()}
-        self._names = dict(names)
-        self._handles: list[Any] = []
-        self._group_index: dict[int, int] = {}
-        self._pending: dict[int, dict[str, Any]] = {}
-        self._fired: set[int] = set()
-        self._hooks_now = 0
-        self._hooks_last = 0
-        self._accumulating = False
-        self._inside = False
-        self._warned = False
-        self._warned_bare = False
-        self._guard = guard
-        self._norms = GradNorms() if measure_norms else None
-
     # What one can ask.
-
-    @property
-    def experts(self) -> dict[str, Tensor]:
-        """The expert tensors that are still alive, by name."""
-        alive = ((name, ref()) for name, ref in self._experts.items())
-        return {name: tensor for name, tensor in alive if tensor is not None}
 
     @property
     def hooks_fired(self) -> int:
@@ -128,17 +74,23 @@ class InBackward:
         """
         return {} if self._norms is None else dict(self._norms.last)
 
-    def is_expert(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._expert_ids
+    def state_dict(self) -> dict[str, float]:
+        """What the next step needs of this one besides parameters and optimizer: plain numbers, often none."""
+        return self._expert_clip.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take what `state_dict` returned, in whatever mode."""
+        self._expert_clip.load_state_dict(dict(state))
 
     # The step.
 
-    def backward(self, loss: Tensor, run: Callable[[], Any] | None = None, *, last: bool = True) -> None:
+    def backward(self, loss: Tensor, run: Callable[..., Any] | None = None, *, last: bool = True) -> None:
         """Run backward; released tensors are updated in it.
 
         Args:
             loss: 0-dim; looked at for NaN and infinity before anything is updated.
-            run: what runs backward, by default ``loss.backward``.
+            run: what runs backward, by default ``loss.backward``. Exact clipping runs it twice, and passes
+                ``retain_graph=True`` in the first pass and ``inputs=[...]`` in the second one.
             last: whether this is the last microbatch before the step. With exact accumulation the hooks act on
                 the last one only, on the sum.
 
@@ -154,7 +106,11 @@ class InBackward:
             with self.accumulate():
                 self._run(run or loss.backward)
             return
-        self._run(run or loss.backward)
+        limit = self._limit()
+        if self._two_pass is None or self._accumulating or self._guard.skipping or not limit:
+            self._run(run or loss.backward)
+        else:
+            self._run_twice(self._two_pass, run or loss.backward)
         if not self._accumulating and self._guard.leaves_out(self._parameters(), self._live_optimizer()):
             self._drop_gradients()
 
@@ -163,8 +119,9 @@ class InBackward:
 
         Args:
             max_norm: the largest norm (or, for ``"value"``, the largest element); 0 or less clips nothing.
-            algorithm: ``"norm"``: the global norm over the mode's ``clip`` scope. ``"value"``: element-wise, over
-                all gradients there are; the released ones were clipped to `clip_value` in their hooks.
+            algorithm: ``"norm"``: the global norm over the mode's ``clip`` scope; with exact clipping, the norm that
+                the first backward pass measured. ``"value"``: element-wise, over all gradients there are; the
+                released ones were clipped to `clip_value` in their hooks.
 
         Returns:
             The norm before clipping, 0-dim, in the gradients' dtype; ``None`` if no norm was taken.
@@ -173,13 +130,16 @@ class InBackward:
         if self._norms is not None:
             self._norms.gather((t, self.is_expert(t)) for t in self._parameters())
         norm = None
+        self._refuse_late(max_norm, algorithm)
         if max_norm > 0:
+            check_clip(self.mode, max_norm, algorithm)
             tensors = with_gradients(self._parameters())
+            self._expert_clip.after_backward(tensors, self._guard.flag)
             if algorithm == "value":
-                self._refuse_late_value(max_norm)
                 clip_value_(tensors, max_norm)
+            elif self._two_pass is not None and self._two_pass.norm is not None:
+                norm = self._two_pass.clip_rest_(tensors, max_norm)
             else:
-                check_clip(self.mode, max_norm, algorithm)
                 norm = clip_norm_([t for t in tensors if self.mode.clips(self.is_expert(t))], max_norm)
         self._enter("step")
         return norm
@@ -197,7 +157,9 @@ class InBackward:
         Returns:
             The norm that the clip measured, 0-dim, or ``None``.
         """
+        check_clip(self.mode, max_norm, algorithm)
         self.clip_value = max_norm if algorithm == "value" and max_norm > 0 else None
+        self.max_norm = max_norm if algorithm == "norm" else 0.0
         self.backward(loss, last=last)
         if not last:
             return None
@@ -220,17 +182,14 @@ class InBackward:
         finally:
             self._accumulating = before
 
-    def remove(self) -> None:
-        """Take the hooks off. May be called more than once."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.observers.clear()
-        for tensor in [t for t, owner in _released.items() if owner() is self]:
-            del _released[tensor]
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            self._guard.withdraw(optimizer)
+    def agree_by(self, agree: Callable[[Tensor], Tensor]) -> None:
+        """Let all ranks skip the same steps: ``agree`` takes this rank's flag and returns the largest of all ranks'."""
+        self._guard.agree = agree
+
+    def finish_backward(self) -> None:
+        """With `ranks`, as the last thing inside backward: update what had to wait for other ranks."""
+        if self.ranks is not None and not (self._accumulating and self.accumulation == "exact"):
+            self._act_on(self.ranks.finish())
 
     def abandon_step(self) -> None:
         """Forget a step that an exception broke off, so that the next one can begin.
@@ -239,6 +198,9 @@ class InBackward:
         """
         self._guard.withdraw(self._live_optimizer())
         self._drop_gradients()
+        if self.ranks is not None:
+            self.ranks.forget()
+        self._expert_clip.abandon()
         self._pending.clear()
         self._fired.clear()
         self._hooks_now = 0
@@ -249,24 +211,28 @@ class InBackward:
         for tensor in self._parameters():
             tensor.grad = None
 
-    def _refuse_late_value(self, value: float) -> None:
-        if self._fired and self.clip_value != value:
-            used = "unclipped gradients" if self.clip_value is None else f"the value {self.clip_value}"
-            raise RuntimeError(
-                f"Clipping by value {value} was asked for after backward, but {len(self._fired)} tensors were updated "
-                f"in it with {used}. Say it before: Trainer(gradient_clip_val=..., gradient_clip_algorithm='value'), "
-                "or handle.clip_value = ... in a plain loop."
-            )
+    def _refuse_late(self, asked: float, algorithm: ClipAlgorithm) -> None:
+        inside = algorithm == "value" or self.mode.expert_clip != "none"
+        used = self.clip_value if algorithm == "value" else self.max_norm
+        if self._fired and inside and asked != (used or 0.0):
+            raise RuntimeError(messages.late_clip(algorithm, asked, used, len(self._fired)))
 
-    def _warn_bare(self) -> None:
-        if self._warned_bare or self._guard.on_nonfinite == "ignore":
+    def _run_twice(self, two: TwoPass, run: Callable[..., Any]) -> None:
+        tensors = list(self._parameters())
+        if not two.begin(tensors, self._group_index):
+            self._run(run)
             return
-        self._warned_bare = True
-        warnings.warn(
-            "loss.backward() was called directly, so nothing looked whether the loss is finite before tensors were "
-            "updated. Call handle.backward(loss) or handle.train_step(loss), or choose on_nonfinite='ignore'.",
-            stacklevel=2,
-        )
+        with two.first_pass():
+            self._run(partial(run, retain_graph=True))
+        two.end_first_pass(tensors)
+        if two.bad and self._guard.judge(two.bad, self._live_optimizer()):
+            return
+        again = two.to_form_again(tensors)
+        self._run(partial(run, inputs=[self.leaf_of(tensor) for tensor in again]))
+        wanted = [tensor for tensor in again if id(tensor) in self._group_index]
+        missing = [self._name(tensor) for tensor in wanted if id(tensor) not in self._fired]
+        if missing:
+            raise RuntimeError(messages.missing_in_second_pass(missing, len(wanted) - len(missing)))
 
     def _run(self, run: Callable[[], Any]) -> None:
         self._inside = True
@@ -275,125 +241,11 @@ class InBackward:
         finally:
             self._inside = False
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the hooks on; `release_in_backward` does."""
-        for index, group in enumerate(optimizer.param_groups):
-            for tensor in group["params"]:
-                if not tensor.requires_grad or not self.mode.steps_in_backward(self.is_expert(tensor)):
-                    continue
-                self._group_index[id(tensor)] = index
-                _released[tensor] = weakref.ref(self)
-                slices = range(tensor.shape[0]) if self.mode.granularity == "expert" else [None]
-                for part in slices:
-                    handle = tensor.register_post_accumulate_grad_hook(partial(self._on_gradient, part))
-                    self._handles.append(handle)
-        # The hook's owner is the optimizer, so a method bound to this object makes no cycle through it.
-        self._handles.append(optimizer.register_step_post_hook(self._on_step))
-
-    def _on_gradient(self, part: int | None, tensor: Tensor) -> None:
-        """The hook. `part` is the expert it updates, or None for the whole tensor. Must return None."""
-        if self._accumulating and self.accumulation == "exact":
-            return
-        grad = tensor.grad
-        if grad is None:
-            return
-        if not part:
-            self._begin(tensor, grad)
-        self._hooks_now += 1
-        last = part is None or part == tensor.shape[0] - 1
-        if not self._guard.skipping:
-            self._update(part, tensor)
-        if last:
-            self._pending.pop(id(tensor), None)
-            tensor.grad = None
-
-    def _begin(self, tensor: Tensor, grad: Tensor) -> None:
-        if self.accumulation == "per_microbatch" and not self._inside:
-            raise RuntimeError(
-                "accumulation='per_microbatch' needs to know where a backward begins: call handle.backward(loss) "
-                "or handle.train_step(loss) instead of loss.backward()."
-            )
-        if not self._inside:
-            self._warn_bare()
-        if id(tensor) in self._fired:
-            raise RuntimeError(self._twice(tensor))
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"backward(create_graph=True) reached {self._name(tensor)}, which is updated inside backward: the "
-                "graph of its gradient would be computed with a weight that has changed. Use torch.autograd.grad "
-                "for the inner gradient, or mode='standard_no_expert_clip'."
-            )
-        self._fired.add(id(tensor))
-        for observer in self.observers:
-            observer.on_gradient(tensor)
-        if self._norms is not None:
-            self._norms.released(grad, self.is_expert(tensor))
-        if self.clip_value is not None and not self._guard.skipping:
-            clip_value_([tensor], self.clip_value)
-
-    def _update(self, part: int | None, tensor: Tensor) -> None:
-        optimizer = self._live_optimizer()
-        group: Group = optimizer.param_groups[self._group_index[id(tensor)]]
-        pending = self._pending.setdefault(id(tensor), {})
-        if not part:
-            pending["attributes"] = self._guard.attributes(tensor, optimizer)
-        attributes = pending["attributes"]
-        if attributes is None:
-            return
-        if part is None:
-            step_tensor(optimizer, group, tensor, **attributes)
-        else:
-            step_slice(optimizer, group, tensor, part, pending.setdefault("slices", {}), **attributes)
-        # A fused update does not bump the version counter, and a second backward through a graph that saved the
-        # old weight would then silently use the new one.
-        torch.autograd.graph.increment_version(tensor)
-
-    def _on_step(self, *_: Any) -> None:
-        """The optimizer has stepped: the step is whole."""
-        self._guard.end_step(self._live_optimizer())
-        self._fired.clear()
-        self._hooks_last, self._hooks_now = self._hooks_now, 0
-        self._enter("done")
-
-    def _enter(self, phase: str) -> None:
-        for observer in self.observers:
-            observer.on_phase(phase)
-
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self._live_optimizer().param_groups:
-            yield from group["params"]
-
-    def _live_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise RuntimeError(
-                "The optimizer that updates these tensors inside backward is gone, but its hooks are still on them. "
-                "Keep the optimizer alive as long as the model trains, or call handle.remove()."
-            )
-        return optimizer
-
-    def _name(self, tensor: Tensor) -> str:
-        return self._names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
-
-    def _twice(self, tensor: Tensor) -> str:
-        return (
-            f"{self._name(tensor)} got a second gradient before the step that its first one belongs to had ended; it "
-            "was already updated, so this gradient would be applied as a step of its own. If you accumulate over "
-            "several backwards, put all but the last into `with handle.accumulate():` (in a SonarMoEMixin module "
-            "`with self.accumulate():`), or choose accumulation='per_microbatch'. If you do not, call "
-            "optimizer.step() after each backward. If the tensor is used twice under reentrant activation "
-            "checkpointing, use checkpoint(..., use_reentrant=False). If an exception broke the last step off, call "
-            "handle.abandon_step(). If nothing of this fits, "
-            "mode='standard_no_expert_clip' does without hooks."
-        )
-
     def _warn_exact(self) -> None:
         if self._warned or self.accumulation != "exact" or self.mode.in_backward == "none":
             return
         self._warned = True
         warnings.warn(
-            "Gradients are accumulated over several backwards, so they stay alive between them and the memory that "
-            f"mode {mode_name(self.mode)!r} saves is lost; the updates are exact. accumulation='per_microbatch' "
-            "updates experts once a microbatch instead, which saves the memory and changes the training.",
+            messages.saving_lost(mode_name(self.mode), self._two_pass is not None),
             stacklevel=3,
         )

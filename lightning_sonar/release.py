@@ -8,8 +8,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from lightning_sonar.expert_clip import check_accumulation
 from lightning_sonar.in_backward import Accumulation, InBackward, is_released
-from lightning_sonar.modes import Mode, mode_name, resolve_mode
+from lightning_sonar.modes import ExpertClip, Mode, mode_name, resolve_mode
 from lightning_sonar.nonfinite import Check, NonfiniteGuard, OnNonfinite
 from lightning_sonar.optim.step_one import is_element_wise
 
@@ -19,6 +20,7 @@ def release_in_backward(
     tensors: Mapping[str, Tensor] | Iterable[Tensor],
     *,
     mode: str | Mode = "sonar",
+    expert_clip: ExpertClip | None = None,
     accumulation: Accumulation = "exact",
     on_nonfinite: OnNonfinite = "skip",
     check: Check = "loss",
@@ -36,6 +38,7 @@ def release_in_backward(
         tensors: the expert tensors, as `find_expert_tensors` returns them, or any tensors; ``[E, ...]`` where the
             mode has one hook an expert.
         mode: a name from `MODES`, or a `Mode`.
+        expert_clip: how expert gradients are clipped inside backward, in the place of the mode's own; see `Mode`.
         accumulation: ``"exact"``: the hooks act on the last microbatch only, on the summed gradient.
             ``"per_microbatch"``: they act on every microbatch (the paper's).
         on_nonfinite: for a loss that is NaN or infinite: ``"skip"`` leaves the step out and counts it, ``"raise"``
@@ -49,12 +52,13 @@ def release_in_backward(
         A handle with ``.remove()``.
 
     Raises:
-        ValueError: if the optimizer does not hold a tensor, a tensor is released already or is float16, or the mode
-            needs an element-wise optimizer and this one is not known to be.
+        ValueError: if the optimizer does not hold a tensor, a tensor is released already or is float16, the mode
+            needs an element-wise optimizer and this one is not known to be, or the expert clip makes no sense.
 
     Source: arXiv 2611.03577; torch's ``register_post_accumulate_grad_hook``.
     """
-    mode = resolve_mode(mode)
+    mode = resolve_mode(mode, expert_clip)
+    check_accumulation(mode, accumulation)
     for key, value, choices in (
         ("accumulation", accumulation, get_args(Accumulation)),
         ("on_nonfinite", on_nonfinite, get_args(OnNonfinite)),
@@ -75,6 +79,11 @@ def release_in_backward(
             raise ValueError(
                 f"{name} is float16. Its gradients need loss scaling, and a step inside backward cannot be undone "
                 "when the scale proves too large. Use bfloat16 (precision='bf16-true' or 'bf16-mixed') or float32."
+            )
+        if tensor.ndim < 2 and mode.expert_clip == "per_expert":
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, but expert_clip='per_expert' clips each expert's slice of a "
+                "tensor [E, ...]. Use expert_clip='per_tensor', or pass batched expert tensors only."
             )
     for tensor in (t for group in optimizer.param_groups for t in group["params"]):
         if is_released(tensor) and mode.in_backward != "none":

@@ -9,7 +9,8 @@ from lightning_sonar.modes import mode_name, resolve_mode
 
 
 def test_named_modes_are_the_papers_rows_in_order():
-    assert list(MODES) == ["standard", "standard_no_expert_clip", "in_backward_all", "sonar", "sonar_per_expert"]
+    papers = ["standard", "standard_no_expert_clip", "in_backward_all", "sonar", "sonar_per_expert"]
+    assert list(MODES) == [*papers, "sonar_exact_clip"]
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,7 @@ def test_named_modes_are_the_papers_rows_in_order():
         ("in_backward_all", (True, True), (False, False)),
         ("sonar", (True, False), (False, True)),
         ("sonar_per_expert", (True, False), (False, True)),
+        ("sonar_exact_clip", (True, False), (True, True)),
     ],
 )
 def test_each_mode_steps_and_clips_its_scope(name, steps, clips):

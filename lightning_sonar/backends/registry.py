@@ -76,6 +76,7 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
         RuntimeError: if the backend cannot run here; the message names the requirement that is missing.
     """
     device = torch.device(device)
+    asked = name
     if name == "auto":
         name = next(b.name for b in BACKENDS.values() if b.automatic and b.missing(device) is None)
     if name not in BACKENDS:
@@ -89,11 +90,11 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
     if name == "grouped_mm" and _is_datacentre_blackwell(device):
         warnings.warn(
             "backend='grouped_mm' on a Blackwell GPU of compute capability 10: pytorch issue 172439 reports gradients "
-            "that are not zero for experts without tokens. Run python experiments/gpu_check.py --parts 2 to see whether "
-            "your torch is affected, or use backend='scattermoe'.",
+            "that are not zero for experts without tokens. python experiments/gpu_check.py --parts 2 shows whether your "
+            "torch is affected; backend='scattermoe' is not.",
             stacklevel=2,
         )
-    if name == "batched_mm":
+    if asked == "batched_mm":
         warnings.warn(
             "backend='batched_mm' gathers a copy of an expert's whole weight for every token and expert pair: at "
             "training batch sizes that is far more memory than the weights. It is meant for decoding; use "

@@ -16,7 +16,7 @@ from lightning_sonar.data.encode import Example, collate, encode_all
 from lightning_sonar.data.errors import DataError
 from lightning_sonar.data.files import read_records
 from lightning_sonar.data.hub import load_alpaca
-from lightning_sonar.data.loader import ResumableLoader, ShuffledBatches
+from lightning_sonar.data.loader import ALL, ResumableLoader, Share, ShuffledBatches, even_batches, share_out
 from lightning_sonar.data.records import Record
 from lightning_sonar.data.tokenizer import cached_tokenizer
 
@@ -173,13 +173,29 @@ class InstructionData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Training batches in an order that `seed` decides, all of them full; resumable in the middle of an epoch."""
-        batches = ShuffledBatches(len(self.train_set), self.batch_size, self.seed)
+        share = self._share()
+        batches = ShuffledBatches(len(self.train_set), self.batch_size, self.seed, share)
+        if not len(batches):
+            raise DataError(
+                f"batch_size={self.batch_size} on {share.ranks} ranks, but only {len(self.train_set)} training examples: "
+                "use fewer ranks, a smaller batch_size or more data"
+            )
         return ResumableLoader(self.train_set, batches, **self._loading())
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Held-out batches, always in the same order."""
+        """Held-out batches, always in the same order; on several ranks each example is on one of them."""
         heldout = cast("Dataset[dict[str, Tensor]]", self.heldout_set)
+        share = self._share()
+        if share.ranks > 1:
+            batches = even_batches(len(self.heldout_set), self.eval_batch_size, share)
+            loader = DataLoader(heldout, batch_sampler=batches, **self._loading())
+            share_out(loader, heldout, share)
+            return loader
         return DataLoader(heldout, batch_size=self.eval_batch_size, shuffle=False, **self._loading())
+
+    def _share(self) -> Share:
+        found = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return Share(found["rank"], found["num_replicas"]) if found else ALL
 
     def _loading(self) -> dict[str, Any]:
         pad_id = self.tokenizer.pad_token_id

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_sonar.clipping import ClipAlgorithm, check_clip
+from lightning_sonar.expert_clip import check_accumulation
 from lightning_sonar.experts import ExpertTensors, NoExpertsError, find_expert_tensors
 from lightning_sonar.in_backward import Accumulation, InBackward
 from lightning_sonar.modes import ExpertClip, Mode, resolve_mode
@@ -18,6 +20,9 @@ from lightning_sonar.nonfinite import Check, OnNonfinite
 from lightning_sonar.optim.adamw import FusedAdamW
 from lightning_sonar.release import release_in_backward
 from lightning_sonar.strategies.checkpoints import AtomicCheckpointIO, refuse_in_mid_step
+
+STATE_KEY = "lightning_sonar"
+"""Where a checkpoint holds `InBackward.state_dict`, if that is not empty."""
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -36,7 +41,8 @@ class SonarMoEStrategyMixin(_Base):
     Args:
         mode: a name from `MODES`, or a `Mode`.
         experts: ``"auto"``, or regular expressions over parameter names; see `find_expert_tensors`.
-        expert_clip: how expert gradients are clipped inside backward; ``"none"`` is the paper's.
+        expert_clip: how expert gradients are clipped inside backward, in the place of the mode's own; see `Mode`.
+            ``SonarMoEStrategy(expert_clip="exact")`` is mode ``sonar_exact_clip``.
         accumulation: see `release_in_backward`.
         on_nonfinite: see `release_in_backward`.
         check: see `release_in_backward`.
@@ -56,7 +62,7 @@ class SonarMoEStrategyMixin(_Base):
         *args: Any,
         mode: str | Mode = "sonar",
         experts: str | Sequence[str] = "auto",
-        expert_clip: ExpertClip = "none",
+        expert_clip: ExpertClip | None = None,
         accumulation: Accumulation = "exact",
         on_nonfinite: OnNonfinite = "skip",
         check: Check = "loss",
@@ -66,9 +72,8 @@ class SonarMoEStrategyMixin(_Base):
         # Lightning's own writer builds the file in memory first.
         kwargs["checkpoint_io"] = kwargs.get("checkpoint_io") or AtomicCheckpointIO()
         super().__init__(*args, **kwargs)
-        if expert_clip not in get_args(ExpertClip):
-            raise ValueError(f"expert_clip={expert_clip!r}: expected one of {', '.join(get_args(ExpertClip))}.")
-        self.mode = resolve_mode(mode)
+        self.mode = resolve_mode(mode, expert_clip)
+        check_accumulation(self.mode, accumulation)
         self.experts = experts
         self.accumulation: Accumulation = accumulation
         self.on_nonfinite: OnNonfinite = on_nonfinite
@@ -82,6 +87,7 @@ class SonarMoEStrategyMixin(_Base):
         self._taken_clip: float | None = None
         self.microbatches = 1
         self._clipped = False
+        self._resumed: dict[str, float] = {}
 
     # Lightning calls these, in this order.
 
@@ -116,29 +122,21 @@ class SonarMoEStrategyMixin(_Base):
         )
         if self._algorithm(trainer) == "value":
             handle.clip_value = self._clip_val(trainer)
+        handle.max_norm = 0.0 if self._algorithm(trainer) == "value" else float(self._clip_val(trainer) or 0.0)
+        if trainer.ckpt_path is not None:
+            handle.load_state_dict(self._resumed)
+        self._resumed = {}
         self.in_backward = handle
         self.last_norm, self.skipped_steps, self.skipped_tensors = None, 0, 0
         # State from the start: memory does not grow after the first step, and resuming needs no more than training.
         if isinstance(self.optimizers[0], FusedAdamW):
             self.optimizers[0].init_state()
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
+        self.precision_plugin.backward = self._run_backward  # type: ignore[method-assign]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        handle = self.in_backward
-        if handle is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
         self._clipped = False
-        results: list[Tensor] = []
-        model = self.lightning_module
-        assert model is not None
-        last = not (model.automatic_optimization and model.trainer.fit_loop._should_accumulate())
-        parent = super().backward
-        handle.backward(
-            closure_loss.detach(),
-            lambda: results.append(parent(closure_loss, optimizer, *args, **kwargs)),
-            last=last,
-        )
-        return results[0]
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(
         self,
@@ -168,7 +166,15 @@ class SonarMoEStrategyMixin(_Base):
                 stacklevel=2,
             )
             return
+        state = {} if self.in_backward is None else self.in_backward.state_dict()
+        if state:
+            checkpoint = {**checkpoint, STATE_KEY: state}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        self._resumed = dict(checkpoint.get(STATE_KEY, {}))
+        return checkpoint
 
     def teardown(self) -> None:
         handle, self.in_backward = self.in_backward, None
@@ -181,7 +187,8 @@ class SonarMoEStrategyMixin(_Base):
                     stacklevel=2,
                 )
             handle.remove()
-            vars(self.precision_plugin).pop("clip_gradients", None)
+            for name in ("clip_gradients", "backward"):
+                vars(self.precision_plugin).pop(name, None)
         if self._trainer is not None:
             if self._taken_clip is not None:
                 self._trainer.gradient_clip_val = self._taken_clip
@@ -200,6 +207,20 @@ class SonarMoEStrategyMixin(_Base):
             if self.mode.in_backward != "none" or not (error.frozen or self.mode.clip in ("all", "none")):
                 raise
             return ExpertTensors({}, sum(parameter.numel() for parameter in model.parameters()))
+
+    def _run_backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Takes the place of the precision plugin's method of this name: in it, hooks before and after run once.
+
+        Exact clipping runs backward twice, and neither callbacks nor DDP are to see more than one.
+        """
+        handle, plugin = self.in_backward, self.precision_plugin
+        assert handle is not None
+
+        def run(**more: Any) -> None:
+            type(plugin).backward(plugin, tensor, model, optimizer, *args, **{**kwargs, **more})
+
+        last = not (model.automatic_optimization and model.trainer.fit_loop._should_accumulate())
+        handle.backward(tensor, run, last=last)
 
     def _clip_after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
         output = closure()
@@ -244,3 +265,12 @@ class SonarMoEStrategyMixin(_Base):
                 "undone when the scale proves too large. Use precision='bf16-true', 'bf16-mixed' or 32."
             )
         check_clip(self.mode, self._clip_val(trainer), self._algorithm(trainer))
+        if self.mode.expert_clip == "exact" and self.lightning_module is not None:
+            taken = inspect.signature(self.lightning_module.backward).parameters
+            any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+            if not any_name and not {"retain_graph", "inputs"} <= taken.keys():
+                raise ValueError(
+                    f"{type(self.lightning_module).__name__}.backward takes {', '.join(taken)}; expert_clip='exact' "
+                    "runs it twice and passes retain_graph=True, then inputs=[...]. Define it as `def backward(self, "
+                    "loss, *args, **kwargs)` and hand them on to loss.backward, or choose another expert_clip."
+                )

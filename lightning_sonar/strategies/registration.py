@@ -6,6 +6,8 @@ import sys
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_sonar.strategies.ddp import SonarMoEDDPStrategy
+from lightning_sonar.strategies.fsdp import SonarMoEFSDPStrategy
 from lightning_sonar.strategies.mixin import SonarMoEStrategyMixin
 from lightning_sonar.strategies.single_device import SonarMoEStrategy, TrainersDevice
 
@@ -14,9 +16,11 @@ def register_strategies() -> None:
     """Register the strategies with ``lightning``, and with ``pytorch_lightning`` if that is imported.
 
     Importing `lightning_sonar` does this. Call it again if ``pytorch_lightning`` is imported later: that is another
-    package with classes of its own, so the name there stands for a strategy on its own base class.
+    package with classes of its own, so the name there stands for a strategy on its own base class. There, only the
+    strategy for one device has a name.
     """
-    _register(StrategyRegistry, SonarMoEStrategy)
+    for strategy in (SonarMoEStrategy, SonarMoEDDPStrategy, SonarMoEFSDPStrategy):
+        _register(StrategyRegistry, strategy)
     if "pytorch_lightning" in sys.modules:
         from pytorch_lightning.strategies import SingleDeviceStrategy
         from pytorch_lightning.strategies import StrategyRegistry as OtherRegistry
