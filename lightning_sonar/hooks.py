@@ -1,0 +1,289 @@
+"""The hooks: what happens when the gradient of a tensor is complete inside backward.
+
+`in_backward` has the step around them. This file knows torch and nothing above it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_sonar import messages
+from lightning_sonar.clipping import GradNorms, clip_value_
+from lightning_sonar.expert_clip import POLICIES, Unclipped
+from lightning_sonar.modes import Mode
+from lightning_sonar.nonfinite import NonfiniteGuard
+from lightning_sonar.optim.step_one import Group, step_slice, step_tensor
+from lightning_sonar.two_pass import TwoPass
+
+Accumulation = Literal["exact", "per_microbatch"]
+
+_released: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class Observer(Protocol):
+    """What may watch a step. It must not change anything."""
+
+    def on_phase(self, phase: str) -> None:
+        """The step enters ``"backward"``, ``"clip"``, ``"step"`` or ``"done"``."""
+
+    def on_gradient(self, tensor: Tensor) -> None:
+        """A released tensor's gradient is complete: before its update, and before it is freed."""
+
+
+class Ranks(Protocol):
+    """What averages released gradients over ranks; `lightning_sonar.strategies.averaging.RankAverage` does."""
+
+    def take(self, tensor: Tensor) -> list[Tensor]:
+        """A gradient is complete on this rank; returns the tensors whose gradients are averaged now."""
+        ...
+
+    def finish(self) -> list[Tensor]:
+        """Backward ends; returns the tensors whose gradients are averaged now."""
+        ...
+
+    def forget(self) -> None:
+        """Forget a backward that was broken off."""
+
+
+def is_released(tensor: Tensor) -> bool:
+    """Whether some handle updates the tensor inside backward."""
+    return tensor in _released
+
+
+class GradientHooks:
+    """Hooks on the tensors that step inside backward, and the books of the step under way; see `InBackward`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        experts: Mapping[str, Tensor],
+        *,
+        mode: Mode,
+        names: Mapping[int, str],
+        accumulation: Accumulation,
+        guard: NonfiniteGuard,
+        measure_norms: bool,
+    ) -> None:
+        self.mode = mode
+        self.accumulation = accumulation
+        self.observers: list[Observer] = []
+        self.clip_value: float | None = None
+        self.max_norm: float | None = None
+        self.leaf_of: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        self.ranks: Ranks | None = None
+        # The hooks hold this object, and a parameter holds its hooks in C++ where the garbage collector cannot see
+        # them: a strong reference from here to a parameter or the optimizer would keep the whole model alive.
+        self._optimizer = weakref.ref(optimizer)
+        self._experts = {name: weakref.ref(tensor) for name, tensor in experts.items()}
+        self._expert_ids = {id(tensor) for tensor in experts.values()}
+        self._names = dict(names)
+        self._handles: list[Any] = []
+        self._group_index: dict[int, int] = {}
+        self._pending: dict[int, dict[str, Any]] = {}
+        self._fired: set[int] = set()
+        self._hooks_now = 0
+        self._hooks_last = 0
+        self._accumulating = False
+        self._inside = False
+        self._warned = False
+        self._warned_bare = False
+        self._warned_dense = False
+        self._guard = guard
+        self._norms = GradNorms() if measure_norms else None
+        self._two_pass = TwoPass(True, guard.checks_gradients) if mode.expert_clip == "exact" else None
+        self._expert_clip: Unclipped = self._two_pass or POLICIES[mode.expert_clip]()
+
+    @property
+    def experts(self) -> dict[str, Tensor]:
+        """The expert tensors that are still alive, by name."""
+        alive = ((name, ref()) for name, ref in self._experts.items())
+        return {name: tensor for name, tensor in alive if tensor is not None}
+
+    def is_expert(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._expert_ids
+
+    def remove(self) -> None:
+        """Take the hooks off. May be called more than once."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.observers.clear()
+        for tensor in [t for t, owner in _released.items() if owner() is self]:
+            del _released[tensor]
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._guard.withdraw(optimizer)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the hooks on; `release_in_backward` does."""
+        for index, group in enumerate(optimizer.param_groups):
+            for tensor in group["params"]:
+                if not tensor.requires_grad:
+                    continue
+                if not self.mode.steps_in_backward(self.is_expert(tensor)):
+                    if self._two_pass is not None:
+                        self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_dense))
+                    continue
+                self._group_index[id(tensor)] = index
+                _released[tensor] = weakref.ref(self)
+                for part in self._parts(tensor):
+                    handle = tensor.register_post_accumulate_grad_hook(partial(self._on_gradient, part))
+                    self._handles.append(handle)
+        # The hook's owner is the optimizer, so a method bound to this object makes no cycle through it.
+        self._handles.append(optimizer.register_step_post_hook(self._on_step))
+
+    # A gradient is complete.
+
+    def _on_gradient(self, part: int | None, tensor: Tensor) -> None:
+        """The hook. `part` is the expert it updates, or None for the whole tensor. Must return None."""
+        if self._accumulating and self.accumulation == "exact":
+            return
+        if tensor.grad is None:
+            return
+        if self.ranks is None:
+            self._act(part, tensor)
+        elif not part:  # of a tensor's slices the first hook updates all, once they are averaged
+            self._act_on(self.ranks.take(tensor))
+
+    def _on_dense(self, tensor: Tensor) -> None:
+        """The hook of tensors that step after backward, in exact clipping. Must return None."""
+        two = self._two_pass
+        # What averages dense gradients over ranks wants them once a step, and to stay.
+        if two is not None and two.measuring and two.frees_dense and self.ranks is None and tensor.grad is not None:
+            two.measure(tensor)
+
+    def _act_on(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            for part in self._parts(tensor):
+                self._act(part, tensor)
+
+    def _parts(self, tensor: Tensor) -> Iterable[int | None]:
+        return range(tensor.shape[0]) if self.mode.granularity == "expert" else (None,)
+
+    def _act(self, part: int | None, tensor: Tensor) -> None:
+        grad = tensor.grad
+        if grad is None:
+            return
+        two = self._two_pass
+        if two is not None and two.whole:
+            return
+        if not part:
+            self._check(tensor, grad)
+            self._show(tensor, grad)
+            if two is not None and two.measuring:
+                two.measure(tensor)
+                return
+            self._fired.add(id(tensor))
+            if self.clip_value is not None and not self._guard.skipping:
+                clip_value_([tensor], self.clip_value)
+        self._hooks_now += 1
+        last = part is None or part == tensor.shape[0] - 1
+        if not self._guard.skipping:
+            self._update(part, tensor)
+        if last:
+            self._pending.pop(id(tensor), None)
+            tensor.grad = None
+
+    def _check(self, tensor: Tensor, grad: Tensor) -> None:
+        if not self._inside:
+            if self.accumulation == "per_microbatch":
+                raise RuntimeError(
+                    messages.bare_backward("accumulation='per_microbatch' needs to know where a backward begins")
+                )
+            if self._two_pass is not None:
+                raise RuntimeError(messages.bare_backward("expert_clip='exact' runs backward twice"))
+            self._warn_bare()
+        two = self._two_pass
+        if id(tensor) in self._fired or (two is not None and two.measuring and two.has_measured(tensor)):
+            raise RuntimeError(messages.second_gradient(self._name(tensor)))
+        if grad.requires_grad:
+            raise RuntimeError(messages.create_graph(self._name(tensor)))
+
+    def _show(self, tensor: Tensor, grad: Tensor) -> None:
+        for observer in self.observers:
+            observer.on_gradient(tensor)
+        # Of two passes the first one counts.
+        if self._norms is not None and (self._two_pass is None or self._two_pass.norm is None):
+            self._norms.released(grad, self.is_expert(tensor))
+
+    def _update(self, part: int | None, tensor: Tensor) -> None:
+        optimizer = self._live_optimizer()
+        group: Group = optimizer.param_groups[self._group_index[id(tensor)]]
+        pending = self._pending.setdefault(id(tensor), {})
+        if not part:
+            pending["attributes"] = self._attributes(tensor, optimizer)
+        attributes = pending["attributes"]
+        if attributes is None:
+            return
+        if part is None:
+            step_tensor(optimizer, group, tensor, **attributes)
+        else:
+            step_slice(optimizer, group, tensor, part, pending.setdefault("slices", {}), **attributes)
+        # A fused update does not bump the version counter, and a second backward through a graph that saved the
+        # old weight would then silently use the new one.
+        torch.autograd.graph.increment_version(tensor)
+
+    def _attributes(self, tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """What the copy that updates the tensor is told; None if the tensor is left out."""
+        found = self._guard.attributes(tensor, optimizer)
+        limit = self._limit()
+        if found is None or not limit:
+            return found
+        return {**found, **self._expert_clip.before_update(tensor, limit, optimizer)}
+
+    def _limit(self) -> float:
+        """What expert gradients are clipped to inside backward; 0 for not at all."""
+        if self.mode.expert_clip == "none":
+            return 0.0
+        if self.max_norm is None:
+            raise RuntimeError(messages.no_max_norm(self.mode.expert_clip))
+        return max(self.max_norm, 0.0)
+
+    def _warn_bare(self) -> None:
+        if self._warned_bare or self._guard.on_nonfinite == "ignore":
+            return
+        self._warned_bare = True
+        warnings.warn(messages.BARE_BACKWARD, stacklevel=2)
+
+    def _on_step(self, *_: Any) -> None:
+        """The optimizer has stepped: the step is whole."""
+        two = self._two_pass
+        if two is not None:
+            if two.norm is not None and not two.clipped and not self._warned_dense:
+                self._warned_dense = True
+                warnings.warn(messages.DENSE_LEFT_UNCLIPPED, stacklevel=2)
+            two.abandon()
+        self._guard.end_step(self._live_optimizer())
+        self._fired.clear()
+        self._hooks_last, self._hooks_now = self._hooks_now, 0
+        self._enter("done")
+
+    # The optimizer and its tensors.
+
+    def _enter(self, phase: str) -> None:
+        for observer in self.observers:
+            observer.on_phase(phase)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self._live_optimizer().param_groups:
+            yield from group["params"]
+
+    def _live_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                "The optimizer that updates these tensors inside backward is gone, but its hooks are still on them. "
+                "Keep the optimizer alive as long as the model trains, or call handle.remove()."
+            )
+        return optimizer
+
+    def _name(self, tensor: Tensor) -> str:
+        return self._names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")

@@ -1,0 +1,141 @@
+"""Averaging gradients over ranks inside backward, in one order on every rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sonar.strategies.groups import OwnGroup
+
+
+class RankAverage:
+    """Averages the gradients of tensors that are hidden from DDP, over a process group of its own.
+
+    Collectives must come in one order on every rank, and a rank may get its gradients in another order, or not at
+    all where its batch did not use a tensor. So a gradient waits until those before it have been averaged, and what
+    is missing when backward ends takes part with zeros. The order is that of the parameters, backwards, and after
+    the first backward the one in which rank 0 got them, as in DDP's buckets.
+
+    The average is DDP's: each rank multiplies by one over the number of ranks, then they are summed in the
+    gradient's dtype.
+
+    Args:
+        tensors: name to tensor, any shapes, in the order of the model's parameters; equal on every rank.
+        ranks: the process group of this one object.
+        find_unused: let tensors be unused on some ranks, as DDP's ``find_unused_parameters`` does. One small
+            collective more a tensor tells whether any rank used it.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], ranks: OwnGroup, find_unused: bool = False) -> None:
+        self.group = ranks.group
+        self.find_unused = find_unused
+        self._size = dist.get_world_size(self.group)
+        # Weak: hooks hold this object, and a parameter holds its hooks where no garbage collector sees them.
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._order = [weakref.ref(tensor) for tensor in reversed(list(tensors.values()))]
+        self._arrived: list[int] = []
+        self._next = 0
+        self._settled = False
+
+    def take(self, tensor: Tensor) -> list[Tensor]:
+        """A gradient is complete on this rank.
+
+        Returns:
+            The tensors, in order, whose ``.grad`` is now the average and may be used; none if this one has to wait.
+        """
+        if id(tensor) in self._arrived:
+            raise RuntimeError(
+                f"{self._name(tensor)} got its gradient twice in one backward, so its average over ranks is not known "
+                "when the first one comes. If it is used twice under reentrant activation checkpointing, use "
+                "checkpoint(..., use_reentrant=False)."
+            )
+        self._arrived.append(id(tensor))
+        return self._average_arrived()
+
+    def finish(self) -> list[Tensor]:
+        """End a backward: average what waits, with zeros for what this rank did not use.
+
+        Returns:
+            The tensors, in order, whose ``.grad`` is now the average.
+
+        Raises:
+            RuntimeError: if a gradient is missing and ``find_unused`` is off.
+        """
+        missing = [tensor for tensor in self._tensors() if id(tensor) not in self._arrived]
+        if missing and not self.find_unused:
+            names = ", ".join(self._name(tensor) for tensor in missing[:3])
+            raise RuntimeError(
+                f"{len(missing)} of {len(self._order)} tensors that are updated inside backward got no gradient on "
+                f"rank {dist.get_rank()}, {names} among them; the other ranks wait for it. If the loss does not use "
+                "them in every step, pass SonarMoEDDPStrategy(find_unused_parameters=True). If they never train, set "
+                "requires_grad to False."
+            )
+        done: list[Tensor] = []
+        order = self._tensors()
+        while self._next < len(order):
+            tensor = order[self._next]
+            used = id(tensor) in self._arrived
+            if not used:
+                tensor.grad = torch.zeros_like(tensor)
+            if self._average(tensor, used):
+                done.append(tensor)
+            else:
+                tensor.grad = None
+        self._settle()
+        self._arrived, self._next = [], 0
+        return done
+
+    def forget(self) -> None:
+        """Forget a backward that an exception broke off."""
+        self._arrived, self._next = [], 0
+
+    def _average_arrived(self) -> list[Tensor]:
+        done: list[Tensor] = []
+        order = self._tensors()
+        while self._next < len(order) and id(order[self._next]) in self._arrived:
+            done.append(order[self._next])
+            self._average(order[self._next], used=True)
+        return done
+
+    def _average(self, tensor: Tensor, used: bool) -> bool:
+        """Average one gradient in place; returns whether any rank used the tensor. Reads the device if not `used`."""
+        self._next += 1
+        grad = tensor.grad
+        if grad is None:
+            raise RuntimeError(
+                f"The gradient of {self._name(tensor)} was taken away while it waited for other ranks. Gradients of "
+                "tensors that are updated inside backward belong to the strategy until backward ends."
+            )
+        flag = torch.tensor(float(used), device=grad.device) if self.find_unused else None
+        with torch.no_grad():
+            if grad.layout is torch.strided and not grad.is_contiguous():
+                grad = grad.contiguous()
+                tensor.grad = grad
+            grad.mul_(1.0 / self._size)
+            dist.all_reduce(grad, group=self.group)
+        if flag is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+        return used or (flag is not None and bool(flag.item()))
+
+    def _settle(self) -> None:
+        """After the first backward, take the order in which rank 0 got its gradients."""
+        if self._settled:
+            return
+        self._settled = True
+        order = self._tensors()
+        place = {id(tensor): index for index, tensor in enumerate(order)}
+        arrived = [place[key] for key in self._arrived]
+        wanted = [arrived + [index for index in range(len(order)) if index not in set(arrived)]]
+        dist.broadcast_object_list(wanted, src=dist.get_global_rank(self.group, 0), group=self.group)
+        self._order = [self._order[index] for index in wanted[0]]
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [ref() for ref in self._order]
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def _name(self, tensor: Tensor) -> str:
+        return self._names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
