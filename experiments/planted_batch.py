@@ -4,7 +4,7 @@ python experiments/planted_batch.py
 python experiments/planted_batch.py --steps 100 --factor 1e5 --out outputs/planted_batch
 
 A small OLMoE is trained on the built-in data; in the middle of the run one batch has random labels, and its loss is
-multiplied by a large factor. Every run starts from the same weights and sees the same batches, so only the clip differs.
+multiplied by a large factor. All runs start from the same weights and see the same batches, so only the clip differs.
 Leaves planted_batch.json, planted_batch.md and planted_batch.png in the output folder.
 """
 
@@ -155,7 +155,7 @@ def table_of(results: Sequence[dict[str, Any]]) -> str:
     """A Markdown table: held-out losses before the bad batch, at their worst after it, and at the end."""
     clean = next((result["end"] for result in results if not result["planted"]), None)  # of standard training
     lines = [
-        "| expert clip | held-out loss before the bad batch | highest after | at the end | against standard without it |",
+        "| expert clip | held-out loss before the bad batch | highest after | at the end | over standard without it |",
         "|---|---|---|---|---|",
     ]
     for result in results:

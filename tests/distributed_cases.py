@@ -163,7 +163,7 @@ def fsdp_cases() -> dict[str, Any]:
     )
     made["fsdp_not_freed"] = not_freed
     made["fsdp_by_value"] = lambda folder: {
-        "found": fit(SonarMoEFSDPStrategy(), clip=0.01, gradient_clip_algorithm="value"),
+        "found": fit(SonarMoEFSDPStrategy(log_grad_norm=True), clip=0.01, gradient_clip_algorithm="value"),
         "expected": one_process("standard", clip=0.01, by_value=True, average_each=True),
     }
     made["fsdp_replicated"] = lambda folder: {

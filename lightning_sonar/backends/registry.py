@@ -90,8 +90,8 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
     if name == "grouped_mm" and _is_datacentre_blackwell(device):
         warnings.warn(
             "backend='grouped_mm' on a Blackwell GPU of compute capability 10: pytorch issue 172439 reports gradients "
-            "that are not zero for experts without tokens. python experiments/gpu_check.py --parts 2 shows whether your "
-            "torch is affected; backend='scattermoe' is not.",
+            "that are not zero for experts without tokens. python experiments/gpu_check.py --parts 2 shows whether "
+            "your torch is affected; backend='scattermoe' is not.",
             stacklevel=2,
         )
     if asked == "batched_mm":
