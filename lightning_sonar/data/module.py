@@ -177,8 +177,8 @@ class InstructionData(LightningDataModule):
         batches = ShuffledBatches(len(self.train_set), self.batch_size, self.seed, share)
         if not len(batches):
             raise DataError(
-                f"batch_size={self.batch_size} on {share.ranks} ranks, but only {len(self.train_set)} training examples: "
-                "use fewer ranks, a smaller batch_size or more data"
+                f"batch_size={self.batch_size} on {share.ranks} ranks, but only {len(self.train_set)} training "
+                "examples: use fewer ranks, a smaller batch_size or more data"
             )
         return ResumableLoader(self.train_set, batches, **self._loading())
 
