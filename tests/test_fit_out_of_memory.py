@@ -145,7 +145,7 @@ def test_a_job_that_runs_out_of_memory_ends_in_one_message(tmp_path, monkeypatch
 
 
 LIMITED = """
-import json, resource, sys, warnings
+import gc, json, resource, sys, warnings
 warnings.simplefilter("ignore")
 import lightning.pytorch as pl, psutil, torch
 import test_profiler as t
@@ -159,6 +159,7 @@ class Limit(pl.Callback):
     # Room for half of the gradients, once all states are there.
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == 2:
+            gc.collect()  # or what the run before left behind is freed under the limit, and makes room
             room = t.nbytes(module.parameters()) // 2
             resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, UNLIMITED))
 
