@@ -56,6 +56,7 @@ def main(arguments: list[str]) -> int:
         context = parse_bytes(own.get("context_memory", CONTEXT_BYTES))
         folder = Path(own.get("out", f"outputs/plan/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"))
         check_overrides(overrides, config_dir())
+        _make(folder)  # before minutes are spent on what could not be written
         if device is not None:
             return _search(overrides, device, context, folder)
         return _table(overrides, context, folder, _ranks(own.get("ranks", "")))
@@ -79,6 +80,13 @@ def _split(arguments: Iterable[str]) -> tuple[dict[str, str], list[str]]:
         else:
             overrides.append(argument)
     return own, overrides
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out={folder}: the folder cannot be made ({error.strerror}). Choose another one.") from error
 
 
 def _ranks(text: str) -> list[int]:

@@ -307,6 +307,12 @@ def test_the_search_finds_the_largest_batch_and_prefers_what_gives_up_least():
     assert search(simulate, 20 * GIB, losses=("full",), context_bytes=0) == []
 
 
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_planned(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["mode=sonar", f"out={tmp_path}/file"]) == 2
+    assert "the folder cannot be made (File exists). Choose another one." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

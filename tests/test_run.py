@@ -66,7 +66,10 @@ def test_the_literal_command_leaves_all_figures(tmp_path):
         (["model.size=huge"], "model.size=huge: expected one of auto, tiny, full"),
         (["data=json", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
         (["mode=in_backward_all", "trainer.gradient_clip_val=1.0"], "trainer.gradient_clip_val=null"),
-        (["model.size=full"], "model.size=full: training allenai/OLMoE-1B-7B-0924 in mode sonar needs 43.9 GB by the plan"),
+        (
+            ["model.size=full"],
+            "model.size=full: training allenai/OLMoE-1B-7B-0924 in mode sonar needs 43.9 GB by the plan",
+        ),
     ],
 )
 def test_a_users_mistake_ends_in_one_message_and_a_code_that_is_not_zero(tmp_path, arguments, message):
