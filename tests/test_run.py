@@ -68,7 +68,7 @@ def test_the_literal_command_leaves_all_figures(tmp_path):
         (["mode=in_backward_all", "trainer.gradient_clip_val=1.0"], "trainer.gradient_clip_val=null"),
         (
             ["model.size=full"],
-            "model.size=full: training allenai/OLMoE-1B-7B-0924 in mode sonar needs 43.9 GB by the plan",
+            "allenai/OLMoE-1B-7B-0924 in mode sonar needs 43.9 GB by the plan",
         ),
     ],
 )
