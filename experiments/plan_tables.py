@@ -50,7 +50,8 @@ def show_plans(plans: list[MemoryPlan], context: int) -> list[str]:
             "none" if card is None else f"{card} GiB",
         )
     console.print(table)
-    fixed = [f"{name.replace('_', ' ')} {_text(getattr(first, name))}" for name in NAMES if name not in varying]
+    told = [name for name in NAMES if name not in varying and getattr(first, name) is not None]
+    fixed = [f"{name.replace('_', ' ')} {_text(getattr(first, name))}" for name in told]
     console.print("all rows: " + ", ".join(fixed))
     for note in dict.fromkeys(note for plan in plans for note in plan.notes):
         console.print(f"note: {note}")
@@ -58,7 +59,8 @@ def show_plans(plans: list[MemoryPlan], context: int) -> list[str]:
     return varying
 
 
-NAMES = ("model", "size", "mode", "backend", "optimizer", "batch_size", "seq_len", "checkpointing", "loss", "precision")
+NAMES = ("model", "model_id", "num_layers", "size", "mode", "backend", "optimizer", "batch_size", "seq_len")
+NAMES += ("accumulate_grad_batches", "checkpointing", "loss", "precision")
 
 
 def _show_cards(plans: list[MemoryPlan], varying: list[str], context: int) -> None:

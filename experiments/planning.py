@@ -57,6 +57,8 @@ def main(arguments: list[str]) -> int:
         folder = Path(own.get("out", f"outputs/plan/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"))
         check_overrides(overrides, config_dir())
         _make(folder)  # before minutes are spent on what could not be written
+        if device is not None and "ranks" in own:
+            raise ValueError("ranks= and device_memory= do not go together: the search plans one device.")
         if device is not None:
             return _search(overrides, device, context, folder)
         return _table(overrides, context, folder, _ranks(own.get("ranks", "")))
@@ -65,6 +67,7 @@ def main(arguments: list[str]) -> int:
         return 2
 
 
+SEARCHED = ("mode", "optimizer", "model.checkpointing", "model.loss", "data.batch_size")
 OWN = ("device_memory", "context_memory", "ranks", "out")
 
 
@@ -136,6 +139,8 @@ def _settled(overrides: list[str]) -> DictConfig:
         if modelled is not None:
             cfg.backend.name = "auto"
         check_values(cfg)
+        if cfg.model.size == "auto":
+            raise SettingsError("model.size=auto: a plan needs a size; choose full or tiny.")
         settle_defaults(cfg, cfg.model.size)
         cfg.backend.name = modelled or ("grouped_mm" if cfg.backend.name == "auto" else cfg.backend.name)
         cfg.size_defaults = None
@@ -147,15 +152,25 @@ def _plan(cfg: DictConfig) -> MemoryPlan:
         return plan_of(cfg)
     except OSError as error:
         raise SettingsError(f"model.id={cfg.model.id}: no configuration could be loaded: {error}") from error
+    except (ImportError, RuntimeError) as error:
+        raise SettingsError(f"model={cfg.model.name}: {error}") from error
 
 
 def _search(overrides: list[str], device: int, context: int, folder: Path) -> int:
+    several = [o for o in overrides if "," in o and key_of(o) not in SEARCHED]
+    if several:
+        raise SettingsError(f"{several[0]}: the search takes one value here. Run it once for each.")
     given = {key_of(override): override.split("=", 1)[1] for override in overrides if "=" in override}
 
     def choices(key: str, default: Iterable[Any]) -> list[Any]:
         return given[key].split(",") if key in given else list(default)
 
-    rest = [o for o in overrides if key_of(o) not in ("mode", "model.checkpointing", "model.loss", "data.batch_size")]
+    rest = [o for o in overrides if key_of(o) not in SEARCHED]
+    batches = choices("data.batch_size", BATCH_SIZES)
+    if not all(str(batch).isdigit() and int(batch) > 0 for batch in batches):
+        raise SettingsError(
+            f"data.batch_size={given['data.batch_size']}: expected whole numbers above 0, such as 1,2,4."
+        )
 
     def overrides_of(candidate: Candidate) -> list[str]:
         return [
@@ -196,7 +211,7 @@ def _search(overrides: list[str], device: int, context: int, folder: Path) -> in
         optimizers=choices("optimizer", ("fused_adamw",)),
         checkpointing=[str(c).lower() == "true" for c in choices("model.checkpointing", (False, True))],
         losses=choices("model.loss", ("full", "chunked")),
-        batch_sizes=[int(b) for b in choices("data.batch_size", BATCH_SIZES)],
+        batch_sizes=sorted(int(batch) for batch in batches),
         context_bytes=context,
         floor=floor,
     )

@@ -213,7 +213,12 @@ def check_values(cfg: DictConfig) -> None:
         SettingsError: one line a fault.
     """
     groups = {key: node for key, node in cfg.items() if key != "hydra" and OmegaConf.is_dict(node)}
-    missing = sorted(f"{group}.{key}" for group, node in groups.items() for key in OmegaConf.missing_keys(node))
+    # OmegaConf gives some keys with their group and some without.
+    missing = sorted(
+        f"{group}.{key.removeprefix(f'{group}.')}"
+        for group, node in groups.items()
+        for key in OmegaConf.missing_keys(node)
+    )
     faults = [f"{key}: a value is needed." for key in missing]
     if faults:
         raise SettingsError("\n".join(faults))
@@ -245,6 +250,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.size": ("auto", "tiny", "full"),
     "model.name": (*models.PRESETS, "hf"),
     "model.loss": get_args(Loss),
+    "model.checkpointing": ("True", "False"),
     "backend.name": ("auto", *BACKENDS),
     "mode.expert_clip": get_args(ExpertClip),
     "mode.accumulation": get_args(Accumulation),

@@ -350,3 +350,89 @@ def test_the_search_command_prints_what_runs(tmp_path, capsys):
     assert "python experiments/run.py model=olmoe model.size=tiny" in out
     assert main([*settings, "device_memory=0.8GB", f"out={tmp_path}"]) == 1
     assert "nothing fits 0.7 GiB" in capsys.readouterr().out
+
+
+IDS = torch.zeros(2, 32, dtype=torch.int64)
+BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS}
+
+
+def own_module(kind: type[AutomaticLM] = AutomaticLM) -> AutomaticLM:
+    return kind(small_model(dtype=torch.bfloat16), functools.partial(FusedAdamW, lr=1e-3))
+
+
+def test_buffers_count_where_a_module_has_them():
+    class Buffered(AutomaticLM):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            self.register_buffer("table", torch.ones(1_000_000))
+
+    plain, more = (plan_memory(lambda k=kind: own_module(k), batch=BATCH) for kind in (AutomaticLM, Buffered))
+    assert more.peak_bytes - plain.peak_bytes == 4_000_256  # rounded up to 512
+
+
+def test_a_plan_leaves_module_and_gradient_mode_as_they_were():
+    seen = []
+
+    def build() -> AutomaticLM:
+        seen.append(own_module())
+        return seen[-1]
+
+    with torch.no_grad():
+        plan_memory(build, batch=BATCH)
+        assert not torch.is_grad_enabled()
+    with torch.inference_mode():
+        assert plan_memory(build, batch=BATCH).peak_phase
+    assert not {"to", "cpu", "cuda", "log", "log_dict"} & set(vars(seen[0]))
+
+
+def test_a_step_without_backward_has_no_plan():
+    class Skips(AutomaticLM):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss if torch.isfinite(loss) else None
+
+    with pytest.raises(RuntimeError, match="ended without a backward"):
+        plan_memory(lambda: own_module(Skips), batch=BATCH)
+
+
+def test_what_a_module_decides_itself_is_refused():
+    with pytest.raises(ValueError, match=r"loss=\.\.\.\): your module decides that itself"):
+        plan_memory(own_module, batch=BATCH, loss="chunked")
+    with pytest.raises(ValueError, match="needs batch="):
+        plan_memory(own_module)
+
+
+def test_no_rank_needs_more_in_sonar_than_in_standard():
+    standard, sonar = (plan_memory("olmoe", mode=mode, num_layers=4) for mode in ("standard", "sonar"))
+    for ranks in (1, 2, 8, 64):
+        assert sonar.per_rank_bytes(ranks) <= standard.per_rank_bytes(ranks)
+
+
+def test_an_optimizer_that_is_foreach_on_a_gpu_is_noted():
+    plan = plan_memory("olmoe", size="tiny", num_layers=1, optimizer=functools.partial(torch.optim.AdamW, lr=1e-5))
+    assert "on a GPU torch's default is foreach" in plan.notes[0]
+
+
+def test_rows_of_other_depths_are_told_apart_and_saved_against_their_own_standard(tmp_path, capsys):
+    small = ["model=olmoe", "model.size=tiny", "model.num_layers=1,2", "mode=standard,sonar"]
+    assert main([*small, f"out={tmp_path}"]) == 0
+    assert "num layers" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert [row["num_layers"] for row in rows] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["device_memory=24"], "it has no unit"),
+        (["device_memory=24GiB", "ranks=8"], "do not go together"),
+        (["device_memory=24GiB", "model=olmoe,granite"], "model=olmoe,granite: the search takes one value"),
+        (["device_memory=24GiB", "data.batch_size=a"], "data.batch_size=a: expected whole numbers"),
+        (["model.size=auto"], "model.size=auto: a plan needs a size"),
+        (["model.checkpointing=maybe"], "model.checkpointing=maybe: expected one of True, False"),
+        (["model=hf"], "model.id: a value is needed"),
+    ],
+)
+def test_more_mistakes_are_named(arguments, message, capsys, tmp_path):
+    assert main([*arguments, f"out={tmp_path}"]) == 2
+    assert message in capsys.readouterr().err

@@ -26,6 +26,8 @@ def parse_bytes(text: str | int | float) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is not an amount of memory; expected one such as 24GiB (2**30 bytes each) or 24GB.")
+    if isinstance(text, str) and not match[2] and float(match[1]):
+        raise ValueError(f"{text!r} is not an amount of memory: it has no unit; expected one such as 24GiB or 24GB.")
     nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
     if nbytes < 1:
         raise ValueError(f"{text!r} is not an amount of memory; expected more than nothing.")

@@ -298,7 +298,8 @@ class OutOfMemory:
             spare = self.capacity_bytes - option.needed_bytes
             verdict = f"{size_text(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
             parts.append(f"needs {size_text(option.needed_bytes)}, {verdict};")
-        parts.append({True: "fits", False: "does not fit", None: "may fit"}[option.fits])
+        # Memory ran out before the step was at its peak: what fits beside what was alive may still not fit the step.
+        parts.append({True: "fits what was alive", False: "does not fit", None: "may fit"}[option.fits])
         return " ".join(parts) + (f"; {option.note}" if option.note else "")
 
 

@@ -66,10 +66,14 @@ class MemoryPlan:
             ``activations`` (born in forward) and ``temporaries`` (born later). Sums to the peak.
         peak_expert_grads: expert tensors whose gradient was alive at the same time, at most.
         reserved_bytes: an estimate of what the caching allocator reserves for this step.
+        model_id: checkpoint or folder of an ``hf`` model.
+        num_layers: number of decoder layers, if it was given.
+        accumulate_grad_batches: microbatches of a step.
         params_total: number of parameters.
         params_expert: number of parameters in expert tensors.
         largest_unit_bytes: bytes of the parameters of the largest experts module.
-        curve: ``position`` and ``live_bytes``, equally long: live memory over the step. A position is the number of
+        curve: ``position``, ``live_bytes`` and ``sharded_bytes`` (parameters, states, gradients), equally long: live
+            memory over the step. A position is the number of
             the phase (forward 0, backward 1, clip 2, step and after it 3) plus the share of its events that have
             happened.
         notes: what is modelled.
@@ -91,6 +95,9 @@ class MemoryPlan:
     split: dict[str, int]
     peak_expert_grads: int
     reserved_bytes: int
+    model_id: str | None
+    num_layers: int | None
+    accumulate_grad_batches: int
     params_total: int
     params_expert: int
     largest_unit_bytes: int
@@ -104,13 +111,13 @@ class MemoryPlan:
         One experts module is gathered while it runs, the next one meanwhile, and one's gradient is whole until it is
         reduced.
         """
-        sharded = ("parameters", "optimizer_state", "expert_gradients", "dense_gradients")
         if ranks < 1:
             raise ValueError(f"ranks={ranks}: expected at least 1.")
         if ranks == 1:
             return self.peak_bytes
-        divided = sum(self.split[name] for name in sharded) / ranks
-        return int(divided + self.split["activations"] + self.split["temporaries"] + 3 * self.largest_unit_bytes)
+        moments = zip(self.curve["live_bytes"], self.curve["sharded_bytes"], strict=True)
+        peak = max(sharded / ranks + (live - sharded) for live, sharded in moments)
+        return int(peak) + 3 * self.largest_unit_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the curve left out."""
@@ -179,6 +186,8 @@ def plan_memory(
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}.")
+    if callable(model):
+        _refuse_unused(batch, backend=backend, optimizer=optimizer, checkpointing=checkpointing, loss=loss)
     resolved = strategy().mode if strategy is not None else resolve_mode(mode)
     notes: list[str] = []
     label = backend
@@ -236,12 +245,31 @@ def plan_memory(
         split=split_of(ledger),
         peak_expert_grads=report.peak_expert_gradients,
         reserved_bytes=reserved_bytes(ledger),
+        model_id=model_id,
+        num_layers=num_layers,
+        accumulate_grad_batches=accumulate_grad_batches,
         params_total=found["total"],
         params_expert=found["experts"],
         largest_unit_bytes=found["unit"],
         curve=_curve(ledger, report),
-        notes=tuple(notes),
+        notes=(*notes, *([found["note"]] if "note" in found else [])),
     )
+
+
+def _refuse_unused(batch: Any, **given: Any) -> None:
+    """What a module of the caller's decides itself cannot be asked for here.
+
+    Raises:
+        ValueError: naming it, or the batch that is missing.
+    """
+    if batch is None:
+        raise ValueError("plan_memory(a function, ...): a module of your own needs batch=, a batch of the true shapes.")
+    unused = {"backend": "grouped_mm", "optimizer": None, "checkpointing": False, "loss": "full"}
+    for name, default in unused.items():
+        if given[name] != default:
+            raise ValueError(
+                f"plan_memory(a function, {name}=...): your module decides that itself; set it in the module."
+            )
 
 
 def _counts(module: nn.Module) -> dict[str, int]:
@@ -289,13 +317,17 @@ def _curve(ledger: Ledger, report: MemoryReport) -> dict[str, list[float]]:
         bounds[number] = (min(start, span.start) if number else start, max(end, span.end))
     positions: list[float] = []
     live: list[float] = []
-    for event, level in zip(report.timeline["event"], report.timeline["live_bytes"], strict=True):
+    held: list[float] = []
+    labels = (PARAMETERS, OPTIMIZER_STATE, EXPERT_GRADIENTS, DENSE_GRADIENTS)
+    sums = [sum(values) for values in zip(*(report.timeline["by_label"][label] for label in labels), strict=True)]
+    for event, level, sharded in zip(report.timeline["event"], report.timeline["live_bytes"], sums, strict=True):
         for number, (start, end) in bounds.items():
             if start <= event < end:
                 positions.append(round(number + (event - start) / (end - start), 5))
                 live.append(level)
+                held.append(sharded)
                 break
-    return {"position": positions, "live_bytes": live}
+    return {"position": positions, "live_bytes": live, "sharded_bytes": held}
 
 
 def _fake(batch: Any) -> Any:
@@ -313,6 +345,12 @@ def _noting(make: OptimizerFactory, found: dict[str, Any]) -> OptimizerFactory:
     def noting(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = make(parameters)
         found["optimizer"] = type(optimizer).__name__
+        group = optimizer.param_groups[0]
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            found["note"] = (
+                f"{type(optimizer).__name__} is planned tensor by tensor, as on a CPU; on a GPU torch's default is "
+                "foreach, whose temporaries are as large as all gradients: pass fused=True, or plan foreach=True"
+            )
         return optimizer
 
     return noting

@@ -148,38 +148,72 @@ def simulate_step(
 
     Returns:
         The ledger of the second step, phases marked and storages labelled. Nothing was allocated.
+
+    Raises:
+        RuntimeError: if the step ran no backward.
     """
     mode = SimulationMode()
     watcher = _SecondStep(rounding)
-    with _quietly(), mode:
+    # A fit switches gradients on; whoever asks for a plan may have them off.
+    with _quietly(), torch.inference_mode(False), torch.enable_grad(), mode:
         module = build()
         if num_experts is not None:
             mode.num_experts = num_experts(module)
-        # Fake parameters cannot be moved, and need not be.
-        for name in ("to", "cpu", "cuda"):
-            object.__setattr__(module, name, lambda *args, **kwargs: module)
-        # Logging copies tensors through their storage, which fake ones refuse; what is logged are single numbers.
-        for name in ("log", "log_dict"):
-            object.__setattr__(module, name, lambda *args, **kwargs: None)
-        trainer = pl.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            max_steps=2,
-            accumulate_grad_batches=accumulate_grad_batches,
-            callbacks=[watcher],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-            num_sanity_val_steps=0,
-            **trainer_options,
+        stubs = _stub(module)
+        try:
+            _fit(module, make_batch(), strategy, watcher, accumulate_grad_batches, trainer_options)
+        finally:
+            for name in stubs:
+                object.__delattr__(module, name)
+    if watcher.watch is None or not watcher.watch.saw_backward:
+        raise RuntimeError(
+            "The simulated step ended without a backward, so there is no peak to tell: the module's training step left "
+            "it out. Numbers read from fake tensors are stand-ins (a truth value is False); let the step that is "
+            "planned not depend on them."
         )
-        trainer.fit(module, Batches(make_batch(), 2 * accumulate_grad_batches))
-        if watcher.watch is None:
-            raise RuntimeError("The simulated fit ended before its second step; the module's loop stops too early.")
-        watcher.watch.close()
+    watcher.watch.close()
     return watcher.watch.tracker.ledger
+
+
+def _stub(module: pl.LightningModule) -> list[str]:
+    """Take away what fake tensors cannot do and a plan does not need; returns the names."""
+
+    def stay(*args: Any, **kwargs: Any) -> pl.LightningModule:
+        return module
+
+    def silent(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    # Fake parameters cannot be moved. Logging copies tensors through their storage; what is logged are single numbers.
+    stubs: dict[str, Any] = {"to": stay, "cpu": stay, "cuda": stay, "log": silent, "log_dict": silent}
+    for name, stub in stubs.items():
+        object.__setattr__(module, name, stub)
+    return list(stubs)
+
+
+def _fit(
+    module: pl.LightningModule,
+    batch: Any,
+    strategy: Strategy,
+    watcher: pl.Callback,
+    accumulate_grad_batches: int,
+    options: dict[str, Any],
+) -> None:
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        max_steps=2,
+        accumulate_grad_batches=accumulate_grad_batches,
+        callbacks=[watcher],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    trainer.fit(module, Batches(batch, 2 * accumulate_grad_batches))
 
 
 @contextmanager

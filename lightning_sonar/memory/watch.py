@@ -48,6 +48,7 @@ class Watch:
     def begin(self, batch: Any) -> None:
         """A batch begins, and with it the forward phase."""
         self.tracker.track(self._module.parameters(), PARAMETERS)
+        self.tracker.track(self._module.buffers())
         self.label_gradients()
         self._label_state()
         self.tracker.track(_tensors_in(batch))
