@@ -77,7 +77,7 @@ class GradientHooks:
         self.observers: list[Observer] = []
         self.clip_value: float | None = None
         self.max_norm: float | None = None
-        self.leaf_of: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        self.leaf_of: Callable[[Tensor], Tensor] | None = None
         self.ranks: Ranks | None = None
         # The hooks hold this object, and a parameter holds its hooks in C++ where the garbage collector cannot see
         # them: a strong reference from here to a parameter or the optimizer would keep the whole model alive.
@@ -157,7 +157,8 @@ class GradientHooks:
         """The hook of tensors that step after backward, in exact clipping. Must return None."""
         two = self._two_pass
         # What averages dense gradients over ranks wants them once a step, and to stay.
-        if two is not None and two.measuring and two.frees_dense and self.ranks is None and tensor.grad is not None:
+        may_free = self.ranks is None and self.leaf_of is None
+        if two is not None and two.measuring and two.frees_dense and may_free and tensor.grad is not None:
             two.measure(tensor)
 
     def _act_on(self, tensors: list[Tensor]) -> None:

@@ -35,8 +35,9 @@ class InBackward(GradientHooks):
             ``clip_grad_value_`` clips the others afterwards.
         max_norm: the largest norm, for modes with an ``expert_clip``; 0 clips nothing. To be said before backward,
             which `train_step` does.
-        leaf_of: what stands for a tensor in the graph, where that is not the tensor itself: what the second backward
-            of exact clipping is run for.
+        leaf_of: if set, says what stands for a released tensor in the graph where that is not the tensor itself: what
+            the second backward of exact clipping is run for. Dense gradients are then kept from the first one, since
+            nothing is known to stand for theirs.
         ranks: if set, averages each released gradient over ranks before anything is done with it.
     """
 
@@ -228,7 +229,8 @@ class InBackward(GradientHooks):
         if two.bad and self._guard.judge(two.bad, self._live_optimizer()):
             return
         again = two.to_form_again(tensors)
-        self._run(partial(run, inputs=[self.leaf_of(tensor) for tensor in again]))
+        leaves = again if self.leaf_of is None else [self.leaf_of(tensor) for tensor in again]
+        self._run(partial(run, inputs=leaves))
         wanted = [tensor for tensor in again if id(tensor) in self._group_index]
         missing = [self._name(tensor) for tensor in wanted if id(tensor) not in self._fired]
         if missing:

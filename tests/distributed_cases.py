@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from distributed_run import (
     SOON,
+    Poisoned,
     Sleeper,
     fit,
     one_process,
@@ -90,7 +91,7 @@ def memory(strategies: dict[str, Any], folder: Path) -> dict[str, Any]:
     found = {}
     for name, (strategy, options) in strategies.items():
         profiler, buckets = MemoryProfiler(warmup=1, steps=1, figure=False), Buckets()
-        fit(strategy(), clip=None, callbacks_more=[profiler, buckets], **options)
+        fit(strategy(), callbacks_more=[profiler, buckets], **{"clip": None, **options})
         report = profiler.report.to_dict()
         report["bucket_bytes"] = buckets.nbytes
         found[name] = report
@@ -154,12 +155,42 @@ def fsdp_cases() -> dict[str, Any]:
             "found": fit(SonarMoEFSDPStrategy(mode="standard"), d),
             "expected": fit(plain_fsdp(), d, sharding=True),
         }
+        made[f"fsdp_plain_exact_{name}"] = lambda folder, d=dtype: {
+            "found": fit(SonarMoEFSDPStrategy(mode="sonar_exact_clip"), d, clip=0.05),
+            "expected": fit(plain_fsdp(), d, clip=0.05, sharding=True),
+        }
         made[f"fsdp_plain_dense_clip_{name}"] = lambda folder, d=dtype: {
             "found": fit(SonarMoEFSDPStrategy(), d, microbatches=2),
             "expected": fit(SonarMoEFSDPStrategy(mode="standard_no_expert_clip"), d, microbatches=2),
         }
+    exact = {"clip": 0.05, "microbatches": 2}
+    made["fsdp_exact_accumulated"] = lambda folder: {
+        "found": fit(SonarMoEFSDPStrategy(expert_clip="exact"), manual=True, **exact),
+        "expected": fit(plain_fsdp(), sharding=True, **exact),
+    }
+    made["fsdp_exact_mixed_checkpointed"] = lambda folder: {
+        "found": fit(
+            SonarMoEFSDPStrategy(expert_clip="exact"), clip=0.05, precision="bf16-mixed", module=checkpointed()
+        ),
+        "expected": fit(
+            SonarMoEFSDPStrategy(mode="standard"), clip=0.05, precision="bf16-mixed", module=checkpointed()
+        ),
+    }
+    made["fsdp_exact_replicated"] = lambda folder: {
+        "found": fit(SonarMoEFSDPStrategy(expert_clip="exact"), clip=0.05, module=Replicated(small_model(), fused())),
+        "expected": fit(SonarMoEFSDPStrategy(mode="standard"), clip=0.05, module=Replicated(small_model(), fused())),
+    }
+    made["fsdp_exact_nan"] = lambda folder: {
+        name: fit(SonarMoEFSDPStrategy(mode=mode, check="gradient"), clip=0.05, poisoned=1)
+        for name, mode in (("found", "sonar_exact_clip"), ("expected", "standard"))
+    }
     made["fsdp_memory"] = partial(
-        memory, {"plain": (plain_fsdp, {"sharding": True}), "sonar": (SonarMoEFSDPStrategy, {})}
+        memory,
+        {
+            "plain": (plain_fsdp, {"sharding": True}),
+            "sonar": (SonarMoEFSDPStrategy, {}),
+            "exact": (partial(SonarMoEFSDPStrategy, expert_clip="exact"), {"clip": 0.05}),
+        },
     )
     made["fsdp_not_freed"] = not_freed
     made["fsdp_by_value"] = lambda folder: {
@@ -216,6 +247,12 @@ def checkpoint_cases() -> dict[str, Any]:
         made[f"save_{name}"] = partial(saving, name, strategy)
         made[f"load_{name}"] = partial(loading, name)
     return made
+
+
+def checkpointed() -> Poisoned:
+    model = small_model()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Poisoned(model, fused())
 
 
 def plain_fsdp() -> ModelParallelStrategy:

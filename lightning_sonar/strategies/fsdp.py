@@ -17,6 +17,7 @@ from lightning_sonar.strategies.groups import OwnGroup
 from lightning_sonar.strategies.mixin import SonarMoEStrategyMixin
 from lightning_sonar.strategies.sharding import (
     FreedCheck,
+    GatheredLeaves,
     HeldUntilUsed,
     expert_modules,
     has_sharded_parameters,
@@ -65,8 +66,7 @@ class SonarMoEFSDPStrategy(SonarMoEStrategyMixin, _WithCheckpointIO):
 
     Raises:
         RuntimeError: in the first step, if gradients that were used inside backward are not freed.
-        ValueError: for a mode with one hook an expert, since a shard holds some of the experts only, and for
-            ``expert_clip="exact"``.
+        ValueError: for a mode with one hook an expert, since a shard holds some of the experts only.
     """
 
     strategy_name = "sonar_moe_fsdp"
@@ -84,15 +84,10 @@ class SonarMoEFSDPStrategy(SonarMoEStrategyMixin, _WithCheckpointIO):
                 f"mode {mode_name(self.mode)!r} has one hook an expert, but FSDP2 shards expert tensors along the "
                 "experts, so a rank holds some of them only. Use mode='sonar': the updates are the same."
             )
-        if self.mode.expert_clip == "exact":
-            raise ValueError(
-                "expert_clip='exact' runs a second backward for the expert tensors alone, but FSDP2's graph holds "
-                "their gathered copies, which are gone by then. Use expert_clip='lagged', 'per_tensor', "
-                "'per_expert' or 'none', or mode='standard', which clips exactly and frees nothing early."
-            )
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self._ranks: OwnGroup | None = None
+        self._leaves: GatheredLeaves | None = None
 
     def setup_environment(self) -> None:
         if self._tensor_parallel_size == "auto":
@@ -123,6 +118,9 @@ class SonarMoEFSDPStrategy(SonarMoEStrategyMixin, _WithCheckpointIO):
         assert module is not None
         self._ranks = OwnGroup(self._timeout)
         handle.agree_by(self._ranks.agree)
+        if self.mode.expert_clip == "exact":
+            self._leaves = GatheredLeaves(module.modules(), handle.experts.values())
+            handle.leaf_of = self._leaves.leaf_of
         if self.mode.in_backward != "none":
             names = {id(parameter): name for name, parameter in module.named_parameters()}
             handle.observers += [HeldUntilUsed(), FreedCheck(names)]
@@ -157,6 +155,9 @@ class SonarMoEFSDPStrategy(SonarMoEStrategyMixin, _WithCheckpointIO):
 
     def teardown(self) -> None:
         super().teardown()
+        if self._leaves is not None:
+            self._leaves.remove()
+        self._leaves = None
         if self._ranks is not None:
             self._ranks.close()
         self._ranks = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +97,45 @@ def _layers(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
 
     visit(model)
     return found
+
+
+class GatheredLeaves:
+    """What stands for sharded parameters in the graph: the whole ones that FSDP2 gathers for forward.
+
+    They are leaves: backward for the sharded parameters themselves finds nothing and says nothing. FSDP2 makes each
+    of them once, puts it in its module's place for forward, and takes it out again.
+
+    Args:
+        modules: the modules that own the parameters.
+        tensors: the sharded parameters.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -> None:
+        wanted = {id(tensor) for tensor in tensors}
+        self._leaves: dict[int, weakref.ref[Tensor]] = {}
+        self._handles: list[Any] = []
+        for module in modules:
+            own = {name: id(tensor) for name, tensor in module.named_parameters(recurse=False) if id(tensor) in wanted}
+            if own:
+                # After FSDP2's own hook, which went on when the module was sharded.
+                self._handles.append(module.register_forward_pre_hook(partial(self._see, own)))
+
+    def _see(self, own: dict[str, int], module: nn.Module, args: Any) -> None:
+        for name, key in own.items():
+            self._leaves[key] = weakref.ref(module.get_parameter(name))
+
+    def leaf_of(self, tensor: Tensor) -> Tensor:
+        """The leaf of the last forward that stands for ``tensor``; itself if its module has not run."""
+        ref = self._leaves.get(id(tensor))
+        leaf = None if ref is None else ref()
+        return tensor if leaf is None else leaf
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._leaves.clear()
 
 
 class HeldUntilUsed:
