@@ -4,9 +4,10 @@ python experiments/gpu_check.py
 python experiments/gpu_check.py --parts 1,3 --minutes 4 --json check.json
 
 Parts: 1 the fused AdamW; 2 one layer of experts under each backend; 3 the paper's table at full size, with random
-weights; 4 sonar against standard_no_expert_clip to the bit; 5 predicted against measured peaks. Each job is a process
-of its own with a time limit, so one that crashes or runs out of memory or time costs only itself. What matters most
-comes first; the file is written after every finding. Needs torch, triton, transformers and lightning, and no network.
+weights; 4 sonar against standard_no_expert_clip to the bit; 5 predicted against measured peaks; 6 states and sums of
+gradients in host memory: peak, time, and that no bit changes. Each job is a process of its own with a time limit, so
+one that crashes or runs out of memory or time costs only itself. What matters most comes first; the file is written
+after every finding. Needs torch, triton, transformers and lightning, and no network.
 Without a GPU every part runs at toy size, on the CPU and in Triton's interpreter, which shows that the script works,
 no more.
 """
@@ -22,8 +23,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -61,6 +62,8 @@ JOBS = (
     Job(4, "bitwise", ("scattermoe",), limit_s=60),
     Job(4, "bitwise", ("grouped_mm",), limit_s=60),
     Job(5, "predicted"),
+    Job(6, "host", ("scattermoe",), limit_s=120),
+    Job(6, "host", ("grouped_mm",), limit_s=120),
     Job(2, "layers", ("granite",)),
     *(Job(3, "table", ("granite", backend)) for backend in TABLE_BACKENDS),
 )
@@ -73,7 +76,7 @@ def run_job(job: Job, toy: bool, so_far: Path) -> None:
     """Do the job and print its findings as records."""
     import torch
 
-    from experiments import gpu_parts, gpu_training
+    from experiments import gpu_host, gpu_parts, gpu_training
 
     def emit(name: str, line: str, ok: bool | None = None, **figures: Any) -> None:
         record = {"part": job.part, "job": job.name, "name": name, "ok": ok, "line": line, **figures}
@@ -90,6 +93,8 @@ def run_job(job: Job, toy: bool, so_far: Path) -> None:
         gpu_training.table(check, *job.arguments)
     elif job.kind == "bitwise":
         gpu_training.bitwise(check, *job.arguments)
+    elif job.kind == "host":
+        gpu_host.host(check, *job.arguments)
     else:
         gpu_training.predicted(check, _measured(so_far))
 
@@ -183,6 +188,9 @@ def supervise(job: Job, report: Report, toy: bool, limit_s: float) -> None:
         environment["TRITON_INTERPRET"] = "1"
     else:
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    late = threading.Event()
+    said: deque[str] = deque(maxlen=15)
+    failed = missing = 0
     process = subprocess.Popen(
         command_of(job, report.path, toy),
         env=environment,
@@ -192,7 +200,6 @@ def supervise(job: Job, report: Report, toy: bool, limit_s: float) -> None:
         # A group of its own: compilers that it started end with it.
         start_new_session=True,
     )
-    late = threading.Event()
 
     def stop() -> None:
         late.set()
@@ -200,10 +207,8 @@ def supervise(job: Job, report: Report, toy: bool, limit_s: float) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
     timer = threading.Timer(limit_s, stop)
-    timer.start()
-    said: deque[str] = deque(maxlen=15)
-    failed = missing = 0
     try:
+        timer.start()
         for line in process.stdout or ():
             if line.startswith(RECORD):
                 record = json.loads(line.removeprefix(RECORD))
@@ -239,6 +244,21 @@ def stop_if_running(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM becomes SystemExit: a job is in a session of its own, and would outlive a process that just dies."""
+
+    def leave(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not break off the cleaning up
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def select(text: str) -> list[Job]:
     """The jobs of ``"1,3"``, in order; a job's own name selects it alone."""
     try:
@@ -247,13 +267,13 @@ def select(text: str) -> list[Job]:
         parts = set()
     chosen = [job for job in JOBS if job.part in parts or job.name == text]
     if not chosen or parts - {job.part for job in JOBS}:
-        raise SystemExit(f"--parts {text}: expected some of 1,2,3,4,5, or one of: {', '.join(j.name for j in JOBS)}.")
+        raise SystemExit(f"--parts {text}: expected some of 1,2,3,4,5,6, or one of: {', '.join(j.name for j in JOBS)}.")
     return chosen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="1,2,3,4,5", help="which, by number; or one job by its name")
+    parser.add_argument("--parts", default="1,2,3,4,5,6", help="which, by number; or one job by its name")
     parser.add_argument("--minutes", type=float, default=8.0, help="time for everything; what is left over is skipped")
     parser.add_argument("--json", type=Path, default=Path("outputs/gpu_check.json"), metavar="PATH")
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU even where there is a GPU")
@@ -282,7 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif left < LEAST_S:
             report.job(job, "skipped: no time left", 0.0)
         else:
-            supervise(job, report, toy, min(left, job.limit_s * (2 if toy else 1)))
+            with ended_by_sigterm():
+                supervise(job, report, toy, min(left, job.limit_s * (2 if toy else 1)))
     print(f"Written to {options.json}. {'Everything passed.' if report.passed else 'Not everything passed.'}")
     return 0 if report.passed else 1
 

@@ -7,6 +7,8 @@ import shutil
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,37 @@ import lightning as L
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.panel import Panel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from experiments.result import History, collect, write_json
-from experiments.settings import PRECISIONS, SettingsError, build_device_of, device_of, plan_at, ranks_of, settle
+from experiments.advice import adviser
+from experiments.plans import model_values
+from experiments.rank_memory import rank_bytes
+from experiments.result import History, collect, task_overrides, write_json, write_losses
+from experiments.resume import find_checkpoint, warn_if_over
+from experiments.settings import (
+    PRECISIONS,
+    SettingsError,
+    build_device_of,
+    device_of,
+    is_sharded,
+    plan_at,
+    ranks_of,
+    settle,
+)
+from experiments.sweep import settings_sha256
 from lightning_sonar import models
-from lightning_sonar.data import DataError
+from lightning_sonar.data import DataError, check_packing
 from lightning_sonar.language_model import LanguageModel
 from lightning_sonar.memory import MemoryProfiler
 from lightning_sonar.memory.out_of_memory import is_out_of_memory
 from lightning_sonar.output_head import OutputHeadError
 from lightning_sonar.strategies.checkpoints import CheckpointError
+from lightning_sonar.strategies.children import end_children
 from lightning_sonar.strategies.sharding import has_sharded_parameters
 
 # Other ranks run the same command; one of them speaks and writes.
@@ -43,6 +60,9 @@ OUT_OF_MEMORY = 3
 
 def run_job(cfg: DictConfig, folder: Path) -> int:
     """Run the job and return its exit code; a user's mistake ends in one message, not in a traceback."""
+    if FIRST:
+        for old in folder.glob("error*.txt"):  # of a run before this one in the same folder
+            old.unlink(missing_ok=True)
     try:
         train(cfg, folder)
     except Exception as error:
@@ -66,6 +86,8 @@ def run_job(cfg: DictConfig, folder: Path) -> int:
 def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     """Train and measure; returns what ``result.json`` holds."""
     _quiet()
+    # Before the configuration is settled: a sweep, which looks for finished jobs, has it as composed.
+    sha256 = settings_sha256(cfg, folder.absolute())
     settle(cfg, say=lambda text: console.print(Panel(text, title="model size", border_style="yellow")))
     OmegaConf.resolve(cfg)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,9 +95,12 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
-    data = instantiate(cfg.data, tokenizer=_tokenizer(cfg))
+    tokenizer = _tokenizer(cfg)
+    data = instantiate(cfg.data, tokenizer=tokenizer, **({} if tokenizer or cfg.model.size == "tiny" else _fits(cfg)))
     data.setup("fit")
     model = _build(cfg)
+    if getattr(data, "packing", False) and is_sharded(cfg):
+        check_packing(model, cfg.data.batch_size)  # sharded, it could not be checked
     module = LanguageModel(
         model,
         instantiate(cfg.optimizer),
@@ -86,6 +111,8 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     )
     history = History()
     callbacks = [history, *(instantiate(callback) for callback in cfg.callbacks.values())]
+    if not cfg.trainer.enable_progress_bar:  # Lightning refuses one then
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     loggers = [instantiate(logger) for logger in cfg.logger.values()]
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     if saves:
@@ -95,26 +122,41 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         console.print(f"resuming from {resume}")
     predicted = _predict(cfg, callbacks)
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False)
-    try:
-        trainer.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
-    except RuntimeError as error:
-        if resume and "Error(s) in loading state_dict" in str(error):
-            raise SettingsError(
-                f"ckpt_path={resume} holds another model: {str(error).splitlines()[1].strip()} Resume with the "
-                "settings of the run that wrote it; its folder has them in config.yaml."
-            ) from error
-        raise
-    if saves:
-        trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
-    if cfg.export == "hf":
-        _export(model, data.tokenizer, folder / "hf")
-    validation = trainer.validate(module, data, verbose=False)[0] if trainer.limit_val_batches else {}
-    losses = trainer.strategy.reduce(torch.tensor(history.losses, device=trainer.strategy.root_device)).tolist()
+    with _together(trainer):
+        try:
+            trainer.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
+        except RuntimeError as error:
+            if resume and "Error(s) in loading state_dict" in str(error):
+                raise SettingsError(
+                    f"ckpt_path={resume} holds another model: {str(error).splitlines()[1].strip()} Resume with the "
+                    "settings of the run that wrote it; its folder has them in config.yaml."
+                ) from error
+            raise
+        if not history.tensors:
+            warn_if_over(resume, trainer.global_step, trainer.max_steps)
+        if saves:
+            trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+        if cfg.export == "hf":
+            _export(model, data.tokenizer, folder / "hf")
+        validation = trainer.validate(module, data, verbose=False)[0] if trainer.limit_val_batches else {}
+        losses = trainer.strategy.reduce(torch.tensor(history.losses, device=trainer.strategy.root_device)).tolist()
     result = collect(cfg, trainer, model, dict(validation), losses, predicted)
+    result |= {"settings_sha256": sha256, "overrides": task_overrides()}
     if FIRST:
+        write_losses(folder / "losses.csv", losses)
         write_json(folder / "result.json", result)
         _show(result, folder)
     return result
+
+
+@contextmanager
+def _together(trainer: L.Trainer) -> Iterator[None]:
+    """On an error end the ranks, too, that this process has started: one that is stuck would outlive the job."""
+    try:
+        yield
+    except BaseException:
+        end_children(trainer.strategy.launcher)
+        raise
 
 
 def _export(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
@@ -129,12 +171,20 @@ def _export(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
 
 
 def _predict(cfg: DictConfig, callbacks: list[L.Callback]) -> int | None:
-    """The planned peak in bytes, told to the profiler, which compares; None where nothing compares it."""
+    """The planned peak in bytes, told to the profiler, which compares; None where nothing compares it.
+
+    Of several ranks it is each one's, by arithmetic: an estimate, which the profiler is not told, since it would warn.
+    The profiler also learns whom to ask what would fit when the run goes out of memory.
+    """
     profiler = next((callback for callback in callbacks if isinstance(callback, MemoryProfiler)), None)
-    if profiler is None or ranks_of(cfg) > 1:  # the plan is one device's
+    if profiler is None or not FIRST:
         return None
+    device, ranks = device_of(cfg), ranks_of(cfg)
     try:
-        profiler.predicted_peak_bytes = plan_at(cfg, cfg.model.size, device_of(cfg)).peak_bytes
+        if ranks > 1:
+            return rank_bytes(plan_at(cfg, cfg.model.size, device), ranks, is_sharded(cfg), device.type)
+        profiler.advise = profiler.advise or adviser(cfg, device)
+        profiler.predicted_peak_bytes = plan_at(cfg, cfg.model.size, device).peak_bytes
     except SettingsError as error:
         # The model has been built by now: what keeps it from being planned does not keep it from training.
         warnings.warn(f"No peak was predicted for this run: {error}", stacklevel=2)
@@ -156,35 +206,10 @@ def _build(cfg: DictConfig) -> torch.nn.Module:
             attn_implementation=cfg.model.attn_implementation,
             checkpointing=cfg.model.checkpointing,
             trust_remote_code=cfg.model.trust_remote_code,
-            **OmegaConf.to_container(cfg.model.overrides),  # type: ignore[arg-type]
+            **model_values(cfg),
         )
     except (ValueError, ImportError, OSError) as error:
         raise SettingsError(f"The model could not be built: {error}") from error
-
-
-def find_checkpoint(wanted: str | None, folder: Path) -> str | None:
-    """The checkpoint to resume from.
-
-    ``"last"`` is the newest one in the run's own folder, or else the newest among the folders beside it, which the
-    default folders of runs of the same model and mode are.
-
-    Raises:
-        SettingsError: if there is none.
-    """
-    if wanted is None:
-        return None
-    if wanted != "last":
-        if not Path(wanted).exists():
-            raise SettingsError(f"ckpt_path={wanted}: there is no such file.")
-        return wanted
-    for places in (folder.glob("checkpoints/*.ckpt"), folder.parent.glob("*/checkpoints/*.ckpt")):
-        found = sorted(places, key=lambda path: path.stat().st_mtime)
-        if found:
-            return str(found[-1])
-    raise SettingsError(
-        f"ckpt_path=last: no checkpoint in {folder / 'checkpoints'}, nor in the runs beside it. Runs write them with "
-        "callbacks=checkpoint."
-    )
 
 
 def _tokenizer(cfg: DictConfig) -> Any:
@@ -193,11 +218,28 @@ def _tokenizer(cfg: DictConfig) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    source = cfg.model.id if cfg.model.name == "hf" else models.PRESETS[cfg.model.name].hub_id
+    made = cfg.model.get("config")
+    source = cfg.model.id or made if cfg.model.name == "hf" else models.PRESETS[cfg.model.name].hub_id
     try:
+        if made and not Path(made).is_dir():
+            raise OSError("an architecture or a config.json brings none")
         return AutoTokenizer.from_pretrained(source, trust_remote_code=cfg.model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise SettingsError(f"The tokenizer of {source} could not be loaded: {error}") from error
+        if cfg.model.name != "hf" or cfg.model.pretrained:
+            raise SettingsError(f"The tokenizer of {source} could not be loaded: {error}") from error
+        first = str(error).partition("\n")[0]
+        console.print(
+            f"{source} has no tokenizer ({first}). As its weights are random, a small byte-level BPE is trained on the "
+            "data in its place."
+        )
+        return None
+
+
+def _fits(cfg: DictConfig) -> dict[str, int]:
+    """The most tokens of a tokenizer that is trained for a model whose vocabulary is given."""
+    values = model_values(cfg)
+    config = models.build_config("hf", "full", model_id=cfg.model.id, **values)
+    return {"vocab_size": min(4096, config.get_text_config().vocab_size)}
 
 
 def _check_disk(model: torch.nn.Module, folder: Path) -> None:
@@ -216,7 +258,7 @@ def _quiet() -> None:
     logging.getLogger("lightning_sonar.memory.explain").setLevel(logging.CRITICAL)  # `run_job` prints it
     for text in (
         "does not have many workers",
-        "It is recommended to use .self.log\\(.*sync_dist=True",  # the metrics gather themselves
+        "It is recommended to use .self.log\\(.*sync_dist=True",  # said of held-out figures, which gather themselves
         "Experiment logs directory .* exists and is not empty",
         "The number of training batches .* is smaller than the logging interval",
         "`isinstance.treespec, LeafSpec.` is deprecated",
@@ -230,14 +272,17 @@ def _show(result: dict[str, Any], folder: Path) -> None:
 
     peak = number(None if result["peak_memory_bytes"] is None else result["peak_memory_bytes"] / 1e9, ".3f", " GB")
     planned = result["predicted_peak_bytes"]
-    predicted = number(None if planned is None else planned / 1e9, ".3f", " GB")
+    word = "estimated for each rank" if result["ranks"] > 1 else "predicted"
+    predicted = "" if planned is None else f"; {word}: {planned / 1e9:.3f} GB"
     times = result["step_time_ms"]
-    clip = "" if result["expert_clip"] == "none" else f", expert_clip {result['expert_clip']}"
+    on = "" if result["expert_clip"] == "none" else f", expert_clip {result['expert_clip']}"
+    on += "" if result["accumulation"] == "exact" else f", accumulation {result['accumulation']}"
+    on += "" if result["expert_state_device"] is None else f", expert states on {result['expert_state_device']}"
     console.print(
         f"\n{result['model']} ({result['size']}, {result['params_total'] / 1e6:,.1f} M parameters, "
-        f"{result['params_expert'] / result['params_total']:.0%} in experts), mode {result['mode']}{clip}, backend "
+        f"{result['params_expert'] / result['params_total']:.0%} in experts), mode {result['mode']}{on}, backend "
         f"{result['backend']}, {result['device']}\n"
-        f"  peak memory    {peak} (phase: {result['peak_phase']}; predicted: {predicted})\n"
+        f"  peak memory    {peak} (phase: {result['peak_phase']}{predicted})\n"
         f"  step time      {number(times['median'], '.1f', ' ms')}\n"
         f"  train loss     {number(result['train_loss_first'], '.3f')} -> {number(result['train_loss'], '.3f')} "
         f"after {result['steps']} steps\n"

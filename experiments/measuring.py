@@ -103,21 +103,27 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Training:
-    """A model, its optimizer and one mode's hooks, in a plain loop."""
+    """A model, its optimizer and one mode's hooks, in a plain loop; `options` go to `release_in_backward`."""
 
-    def __init__(self, model: nn.Module, mode: str, lr: float = 1e-5) -> None:
+    def __init__(self, model: nn.Module, mode: str, lr: float = 1e-5, **options: Any) -> None:
         self.model = model
         self.mode = mode
         self.optimizer = FusedAdamW(model.parameters(), lr=lr)
-        self.optimizer.init_state()
-        self.handle = release_in_backward(self.optimizer, find_expert_tensors(model), mode=mode)
+        self.handle = release_in_backward(self.optimizer, find_expert_tensors(model), mode=mode, **options)
+        self.optimizer.init_state()  # after states in host memory have been made: the device may not hold them all
         self.max_norm = 0.0 if mode == "in_backward_all" else 1.0
 
-    def step(self, batch: dict[str, Tensor]) -> Tensor:
-        """One step; returns the loss, detached."""
-        loss = loss_of(self.model, batch)
-        self.handle.train_step(loss, max_norm=self.max_norm)
-        return loss.detach()
+    def step(self, *microbatches: dict[str, Tensor]) -> Tensor:
+        """One step; returns the last microbatch's loss, detached."""
+        for index, batch in enumerate(microbatches, 1):
+            loss = loss_of(self.model, batch)
+            last = index == len(microbatches)
+            self.handle.train_step(
+                loss if len(microbatches) == 1 else loss / len(microbatches), max_norm=self.max_norm, last=last
+            )
+            if last:
+                return loss.detach()
+        raise ValueError("A step needs at least one batch.")
 
     def close(self) -> None:
         """Leave nothing of this mode's behind: the next one starts with the model alone."""
@@ -128,6 +134,8 @@ class Training:
 
     def values(self) -> dict[str, Tensor]:
         """Copies of every parameter and all optimizer state, by name, on the CPU."""
+        if self.handle.host_states is not None:
+            self.handle.host_states.wait()
         found: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             found[name] = parameter.detach().to("cpu", copy=True)
@@ -150,20 +158,29 @@ class StepFigures:
 
 
 def measure_mode(
-    model: Any, mode: str, batch: dict[str, Tensor], device: torch.device, *, steps: int, warmup: int
+    model: Any,
+    mode: str,
+    batch: dict[str, Tensor],
+    device: torch.device,
+    *,
+    steps: int,
+    warmup: int,
+    microbatches: int = 1,
+    **options: Any,
 ) -> StepFigures:
-    """Train ``model`` for a few steps in ``mode`` on one batch.
+    """Train ``model`` for a few steps in ``mode`` on one batch, given ``microbatches`` times a step.
 
     The peak is CUDA's own count of what was allocated; on a CPU, the tracker's, in a step of its own, untimed.
     """
-    training = Training(model, mode)
+    training = Training(model, mode, **options)
+    given = [batch] * microbatches
     losses: list[Tensor] = []
     try:
         for _ in range(warmup):
-            training.step(batch)
+            training.step(*given)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        ms = times_ms(lambda: losses.append(training.step(batch)), device, steps, warmup=0)
+        ms = times_ms(lambda: losses.append(training.step(*given)), device, steps, warmup=0)
         if device.type == "cuda":
             return StepFigures(torch.cuda.max_memory_allocated(device), ms, losses[-1].item())
         tracker = StorageTracker()
@@ -171,7 +188,7 @@ def measure_mode(
         for state in training.optimizer.state.values():
             tracker.track(state.values())
         with tracker:
-            training.step(batch)
+            training.step(*given)
         return StepFigures(tracker.ledger.peak_bytes, ms, losses[-1].item())
     finally:
         training.close()

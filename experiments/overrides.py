@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -55,18 +55,32 @@ def check_overrides(overrides: list[str], directory: Path, config_name: str = "c
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise OverrideError(f"The command line cannot be read: {error}") from error
-    choices = [list(_choices(override)) for override in parsed]
+    choices = [values_of(override, directory) for override in parsed]
     for combination in itertools.islice(_each_once(choices), 64):
         _compose(combination, directory, config_name)
 
 
-def _choices(override: Override) -> Iterator[str]:
-    key = override.get_key_element()
+def values_of(override: Override, directory: Path) -> list[str]:
+    """The overrides with one value each that a sweep stands for, each once; of any other override itself.
+
+    Args:
+        override: as parsed.
+        directory: where the configuration groups are, from which ``glob(...)`` chooses.
+
+    Raises:
+        OverrideError: if a ``glob(...)`` matches nothing.
+    """
     if not override.is_sweep_override():
-        yield override.input_line or ""
-        return
-    if override.is_discrete_sweep():
-        yield from (f"{key}={value}" for value in override.sweep_string_iterator())
+        return [override.input_line or ""]
+    key, pattern = override.get_key_element(), override.value()
+    if isinstance(pattern, Glob):
+        names = pattern.filter(sorted(path.stem for path in (directory / key).glob("*.yaml")))
+        if not names:
+            raise OverrideError(f"{override.input_line}: no configuration in {key}/ matches. Name the values instead.")
+        return [f"{key}={name}" for name in names]
+    if not override.is_discrete_sweep():
+        return []
+    return list(dict.fromkeys(f"{key}={value}" for value in override.sweep_string_iterator()))
 
 
 def _each_once(choices: list[list[str]]) -> Iterator[list[str]]:

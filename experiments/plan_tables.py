@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,38 +19,69 @@ from lightning_sonar.memory.planner import MemoryPlan
 from lightning_sonar.memory.search import Candidate, Found
 from lightning_sonar.modes import MODES
 
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
+# Not a terminal: wide enough to read there what was written to a file or through a pipe.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+
+
+def _print(table: Table) -> None:
+    """Print a table with nothing cut off: where the width is too small for it cells wrap, in a pipe it is wider."""
+    for column in table.columns:
+        column.overflow = "fold"
+    width = console.width
+    if not console.is_terminal:
+        wanted = console.measure(table, options=console.options.update(max_width=1000)).maximum
+        console.width = max(width, wanted)
+    console.print(table)
+    console.width = width
 
 
 def show_plans(plans: list[MemoryPlan], context: int) -> list[str]:
     """Print rows by what they hold, and the cards that hold them; returns the settings in which rows differ."""
     first = plans[0]
-    table = Table(title="predicted peak of one training step (GB = 1,000,000,000 bytes)", title_justify="left")
     varying = [name for name in NAMES if len({str(getattr(plan, name)) for plan in plans}) > 1 or name == "mode"]
+    saved = [_saved(plan, plans) for plan in plans]
+    table = _table("predicted peak of one training step, in GB (1,000,000,000 bytes), and what it is made of")
     for name in varying:
         table.add_column(name.replace("_", " "))
-    saved = [_saved(plan, plans) for plan in plans]
-    for name in ("peak GB", *(["saved"] if any(saved) else []), "params", "states", "expert grads", "dense grads"):
+    headers = (
+        "peak",
+        *(["saved"] if any(saved) else []),
+        "params",
+        "states",
+        "expert\ngrads",
+        "dense\ngrads",
+        "activ.",
+        "temp.",
+    )
+    for name in headers:
         table.add_column(name, justify="right")
-    for name in ("activ.", "temp."):
-        table.add_column(name, justify="right")
-    table.add_column("peak in")
-    table.add_column("expert grads alive", justify="right")
-    table.add_column("reserved GB", justify="right")
-    table.add_column("fits from", justify="right")
     for plan, saving in zip(plans, saved, strict=True):
-        card = smallest_card(plan.reserved_bytes, context)
         table.add_row(
             *(_text(getattr(plan, name)) for name in varying),
             f"{plan.peak_bytes / 1e9:.2f}",
             *([saving] if any(saved) else []),
             *(f"{value / 1e9:.2f}" for value in plan.split.values()),
-            f"{plan.peak_phase}, {plan.peak_op.removeprefix('aten.').removesuffix('.default')}",
-            str(plan.peak_expert_grads),
-            f"{plan.reserved_bytes / 1e9:.2f}",
-            "none" if card is None else f"{card} GiB",
         )
-    console.print(table)
+    _print(table)
+    places = _table("where the peak is, and most expert tensors whose gradient is alive at once")
+    for name in varying:
+        places.add_column(name.replace("_", " "))
+    places.add_column("phase")
+    places.add_column("operation")
+    places.add_column("expert grads", justify="right")
+    away = any(plan.host_bytes for plan in plans)
+    if away:
+        places.add_column("host memory GB", justify="right")
+    for plan in plans:
+        operation = plan.peak_op.removeprefix("aten.").removesuffix(".default")
+        names = (_text(getattr(plan, name)) for name in varying)
+        host = [f"{plan.host_bytes / 1e9:.2f}"] if away else []
+        places.add_row(*names, plan.peak_phase, operation, str(plan.peak_expert_grads), *host)
+    _print(places)
     told = [name for name in NAMES if name not in varying and getattr(first, name) is not None]
     fixed = [f"{name.replace('_', ' ')} {_text(getattr(first, name))}" for name in told]
     console.print("all rows: " + ", ".join(fixed))
@@ -60,18 +92,29 @@ def show_plans(plans: list[MemoryPlan], context: int) -> list[str]:
 
 
 NAMES = ("model", "model_id", "num_layers", "size", "mode", "backend", "optimizer", "batch_size", "seq_len")
-NAMES += ("accumulate_grad_batches", "checkpointing", "loss", "precision")
+NAMES += ("accumulate_grad_batches", "checkpointing", "loss", "precision", "accumulation", "expert_state_device")
+# What rows that are compared may differ in.
+COMPARED = ("mode", "accumulation", "expert_state_device")
 
 
 def _show_cards(plans: list[MemoryPlan], varying: list[str], context: int) -> None:
-    table = Table(title="which card holds it", title_justify="left")
-    table.add_column(", ".join(name.replace("_", " ") for name in varying))
+    table = _table("which card holds it, by GiB of the card")
+    for name in varying:
+        table.add_column(name.replace("_", " "))
+    table.add_column("reserved GB", justify="right")
     for card in CARDS:
-        table.add_column(f"{card} GiB", justify="center")
+        table.add_column(str(card), justify="center")
+    table.add_column("fits from", justify="right")
     for plan in plans:
         holds = [fits(plan.reserved_bytes, card * GIB, context) for card in CARDS]
-        table.add_row(", ".join(_text(getattr(plan, name)) for name in varying), *("yes" if h else "-" for h in holds))
-    console.print(table)
+        smallest = smallest_card(plan.reserved_bytes, context)
+        table.add_row(
+            *(_text(getattr(plan, name)) for name in varying),
+            f"{plan.reserved_bytes / 1e9:.2f}",
+            *("yes" if h else "-" for h in holds),
+            "none" if smallest is None else f"{smallest} GiB",
+        )
+    _print(table)
     console.print(
         f"A card holds a row if what the caching allocator would reserve (an estimate) and {context / 1e9:.1f} GB for "
         "the process's CUDA context and workspaces (an assumption; context_memory=...) fit together."
@@ -80,34 +123,38 @@ def _show_cards(plans: list[MemoryPlan], varying: list[str], context: int) -> No
 
 def show_ranks(plans: list[MemoryPlan], varying: list[str], ranks: list[int]) -> None:
     """Print what each rank needs under FSDP2."""
-    table = Table(title="GB a rank under FSDP2, by arithmetic on the plan", title_justify="left")
-    table.add_column(", ".join(name.replace("_", " ") for name in varying))
+    table = _table("GB a rank under FSDP2, by arithmetic on the plan")
+    for name in varying:
+        table.add_column(name.replace("_", " "))
     for number in ranks:
         table.add_column(f"{number} ranks", justify="right")
     for plan in plans:
-        name = ", ".join(_text(getattr(plan, key)) for key in varying)
-        table.add_row(name, *(f"{plan.per_rank_bytes(number) / 1e9:.2f}" for number in ranks))
-    console.print(table)
+        names = (_text(getattr(plan, name)) for name in varying)
+        table.add_row(*names, *(f"{plan.per_rank_bytes(number) / 1e9:.2f}" for number in ranks))
+    _print(table)
 
 
 def _saved(plan: MemoryPlan, plans: list[MemoryPlan]) -> str:
-    """Against the standard row of the same setting."""
-    same = [name for name in NAMES if name != "mode"]
-    for other in plans:
-        if other.mode == "standard" and all(getattr(other, name) == getattr(plan, name) for name in same):
-            return f"{1 - plan.peak_bytes / other.peak_bytes:.1%}" if other is not plan else "0.0%"
+    """Against the standard row of the same setting; with the same optimizer, if there is one."""
+    for compared in (COMPARED, (*COMPARED, "optimizer")):
+        same = [name for name in NAMES if name not in compared]
+        for other in plans:
+            if other.mode == "standard" and all(getattr(other, name) == getattr(plan, name) for name in same):
+                return f"{1 - plan.peak_bytes / other.peak_bytes:.1%}" if other is not plan else "0.0%"
     return ""
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "-"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def show_found(found: list[Found], device: int, context: int, overrides_of: Callable[[Candidate], list[str]]) -> None:
-    table = Table(title=f"what fits {device / GIB:.1f} GiB, best first", title_justify="left")
-    for name in ("mode", "optimizer", "checkpointing", "loss"):
+    table = _table(f"what fits {device / GIB:.1f} GiB, best first; sizes in GB (1,000,000,000 bytes)")
+    for name in ("mode", "optimizer", "check-\npointing", "loss"):
         table.add_column(name)
-    for name in ("batch", "tokens", "peak GB", "reserved GB", "left GB"):
+    for name in ("batch", "tokens", "peak", "reserved", "left"):
         table.add_column(name, justify="right")
     table.add_column("gives up")
     for one in found:
@@ -123,7 +170,7 @@ def show_found(found: list[Found], device: int, context: int, overrides_of: Call
             f"{(device - context - one.plan.reserved_bytes) / 1e9:.2f}",
             MODES[one.candidate.mode].gives_up,
         )
-    console.print(table)
+    _print(table)
     console.print("to run the first:")
     sizes = [] if any(key_of(o) == "model.size" for o in overrides_of(found[0].candidate)) else ["model.size=full"]
     console.print(

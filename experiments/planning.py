@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import difflib
+import functools
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +17,25 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from experiments.overrides import OverrideError, check_overrides, key_of
+from experiments.overrides import OverrideError, check_overrides, key_of, values_of
 from experiments.plan_tables import console, show_found, show_plans, show_ranks, write_plans
 from experiments.plans import plan_of
-from experiments.settings import PRECISIONS, SettingsError, check_values, settle_defaults
-from lightning_sonar import models
+from experiments.settings import SettingsError, check_model, check_values, settle_defaults
+from experiments.shape import Shape
 from lightning_sonar.config_dir import config_dir
 from lightning_sonar.memory.cards import CONTEXT_BYTES, GIB, parse_bytes
 from lightning_sonar.memory.planner import MemoryPlan
-from lightning_sonar.memory.search import BATCH_SIZES, Candidate, search
-from lightning_sonar.memory.sizing import training_requirement
-from lightning_sonar.modes import MODES, resolve_mode
+from lightning_sonar.memory.search import BATCH_SIZES, Candidate, Tally, search
+from lightning_sonar.modes import MODES
 
 USAGE = """usage: python experiments/plan.py [KEY=VALUE ...]
 
 Predicts the peak memory of a training step, on fake tensors: nothing is allocated, no GPU is needed.
 
 Takes the overrides of experiments/run.py; several values (KEY=A,B) give one row each. Without mode= every mode is
-planned. model.size is full unless set. And:
+planned, and sonar with what makes it smaller still. model.size is full unless set. And:
 
-  device_memory=24GiB    search for combinations of mode, checkpointing, loss and batch that fit, best first
+  device_memory=24GiB    search for combinations of mode, optimizer, checkpointing, loss and batch that fit, best first
   context_memory=0.7GB   what a CUDA process takes beside its tensors
   ranks=2,8              what each rank needs under FSDP2, by arithmetic on the plan
   out=DIR                folder for plan.json and plan.png (default: outputs/plan/TIME)
@@ -53,7 +55,7 @@ def main(arguments: list[str]) -> int:
     try:
         own, overrides = _split(arguments)
         device = parse_bytes(own["device_memory"]) if "device_memory" in own else None
-        context = parse_bytes(own.get("context_memory", CONTEXT_BYTES))
+        context = parse_bytes(own.get("context_memory", CONTEXT_BYTES), least=0)
         folder = Path(own.get("out", f"outputs/plan/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"))
         check_overrides(overrides, config_dir())
         _make(folder)  # before minutes are spent on what could not be written
@@ -66,6 +68,12 @@ def main(arguments: list[str]) -> int:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2
 
+
+OPTIMIZERS = ("fused_adamw", "bnb_adamw8bit", "adamw4bit")
+"""Optimizer configurations that the search tries where none is named, best first."""
+
+SMALLER = (["optimizer=bnb_adamw8bit"], ["optimizer=adamw4bit"], ["mode.expert_state_device=cpu"])
+"""What makes sonar smaller still; planned beside the modes where neither modes nor optimizers are named."""
 
 SEARCHED = ("mode", "optimizer", "model.checkpointing", "model.loss", "data.batch_size")
 OWN = ("device_memory", "context_memory", "ranks", "out")
@@ -80,9 +88,17 @@ def _split(arguments: Iterable[str]) -> tuple[dict[str, str], list[str]]:
             own[key] = value
         elif argument.startswith("-"):
             raise OverrideError(f"{argument}: plan.py has no such flag. See python experiments/plan.py --help.")
+        elif "." not in key and key not in _roots() and (close := difflib.get_close_matches(key, OWN, n=1)):
+            raise OverrideError(f"{argument}: there is no {key!r}. Did you mean {close[0]}=...?")
         else:
             overrides.append(argument)
     return own, overrides
+
+
+def _roots() -> set[str]:
+    """Keys that a configuration has at its top."""
+    groups = {path.name for path in config_dir().iterdir() if path.is_dir()}
+    return groups | {str(key) for key in OmegaConf.load(config_dir() / "config.yaml")}
 
 
 def _make(folder: Path) -> None:
@@ -101,6 +117,9 @@ def _ranks(text: str) -> list[int]:
 
 def _table(overrides: list[str], context: int, folder: Path, ranks: list[int]) -> int:
     plans = [_plan(cfg) for cfg in _configurations(overrides)]
+    if not any(key_of(override).split(".")[0] in ("mode", "optimizer") for override in overrides):
+        for more in SMALLER:
+            plans += [_plan(cfg) for cfg in _configurations([*overrides, "mode=sonar", *more])]
     varying = show_plans(plans, context)
     if ranks:
         show_ranks(plans, varying, ranks)
@@ -117,9 +136,9 @@ def _configurations(overrides: list[str], sweep: bool = True) -> Iterator[DictCo
     parsed: list[Override] = OverridesParser.create().parse_overrides(overrides)
     combinations: list[list[str]] = [[]]
     for override in parsed:
-        values = [override.input_line or ""]
-        if override.is_sweep_override():
-            values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        values = values_of(override, config_dir())
+        if not values:
+            raise OverrideError(f"{override.input_line}: plan.py needs single values, such as KEY=A,B.")
         combinations = [[*chosen, value] for chosen in combinations for value in values]
     for combination in combinations:
         yield _settled(combination)
@@ -152,24 +171,28 @@ def _plan(cfg: DictConfig) -> MemoryPlan:
         return plan_of(cfg)
     except OSError as error:
         raise SettingsError(f"model.id={cfg.model.id}: no configuration could be loaded: {error}") from error
+    except ValueError:
+        check_model(cfg)  # which says it better, if it is the model
+        raise
     except (ImportError, RuntimeError) as error:
         raise SettingsError(f"model={cfg.model.name}: {error}") from error
 
 
 def _search(overrides: list[str], device: int, context: int, folder: Path) -> int:
-    several = [o for o in overrides if "," in o and key_of(o) not in SEARCHED]
-    if several:
-        raise SettingsError(f"{several[0]}: the search takes one value here. Run it once for each.")
-    given = {key_of(override): override.split("=", 1)[1] for override in overrides if "=" in override}
+    parsed: list[Override] = OverridesParser.create().parse_overrides(overrides)
+    given = {override.get_key_element(): values_of(override, config_dir()) for override in parsed}
+    for override in parsed:
+        if override.is_sweep_override() and override.get_key_element() not in SEARCHED:
+            raise SettingsError(f"{override.input_line}: the search takes one value here. Run it once for each.")
 
     def choices(key: str, default: Iterable[Any]) -> list[Any]:
-        return given[key].split(",") if key in given else list(default)
+        return [value.split("=", 1)[1] for value in given[key]] if key in given else list(default)
 
     rest = [o for o in overrides if key_of(o) not in SEARCHED]
     batches = choices("data.batch_size", BATCH_SIZES)
     if not all(str(batch).isdigit() and int(batch) > 0 for batch in batches):
         raise SettingsError(
-            f"data.batch_size={given['data.batch_size']}: expected whole numbers above 0, such as 1,2,4."
+            f"data.batch_size={','.join(map(str, batches))}: expected whole numbers above 0, such as 1,2,4."
         )
 
     def overrides_of(candidate: Candidate) -> list[str]:
@@ -192,32 +215,43 @@ def _search(overrides: list[str], device: int, context: int, folder: Path) -> in
         console.print(f"  tried {_name(candidate)}: {tried[-1].reserved_bytes / 1e9:.1f} GB")
         return tried[-1]
 
-    counts: list[tuple[int, int]] = []
-    floors: list[int] = []
+    shape = Shape()
+    floors: dict[Candidate, int] = {}
 
     def floor(candidate: Candidate) -> int:
-        cfg = configuration(candidate)
-        if not counts:
-            counts.append(_count(cfg))
-        need = training_requirement(*counts[0], resolve_mode(candidate.mode), PRECISIONS[str(cfg.trainer.precision)])
-        floors.append(need.parameters + need.states + need.gradients)
-        return floors[-1]
+        kind = replace(candidate, batch_size=1, checkpointing=False, loss="full")
+        if kind not in floors:
+            floors[kind] = shape.floor(configuration(kind))
+        return floors[kind]
 
+    @functools.cache
+    def states(candidate: Candidate) -> int:
+        return shape.states(configuration(candidate))
+
+    @functools.cache
+    def activations(candidate: Candidate) -> int:
+        return shape.activations(configuration(candidate))
+
+    tally = Tally()
     console.print(f"searching for what fits {device / GIB:.1f} GiB ({context / 1e9:.1f} GB of it for the process)")
     found = search(
         simulate,
         device,
         modes=choices("mode", ("standard", "sonar", "in_backward_all")),
-        optimizers=choices("optimizer", ("fused_adamw",)),
+        optimizers=choices("optimizer", OPTIMIZERS),
         checkpointing=[str(c).lower() == "true" for c in choices("model.checkpointing", (False, True))],
         losses=choices("model.loss", ("full", "chunked")),
         batch_sizes=sorted(int(batch) for batch in batches),
         context_bytes=context,
         floor=floor,
+        activations=lambda one: one.batch_size * activations(replace(one, batch_size=1)),
+        states=lambda one: states(replace(one, batch_size=1)),
+        tally=tally,
     )
+    console.print(f"{len(tally.simulated)} simulated, {tally.pruned} more ruled out by arithmetic")
     write_plans([one.plan for one in found], context, folder)
     if not found:
-        least = min((plan.reserved_bytes for plan in tried), default=min(floors))
+        least = min((plan.reserved_bytes for plan in tried), default=min(floors.values()))
         console.print(
             f"nothing fits {device / GIB:.1f} GiB: the least of what was tried needs {(least + context) / 1e9:.1f} GB. "
             "Try a larger device, a shorter data.seq_len, or fewer layers (model.num_layers)."
@@ -225,18 +259,6 @@ def _search(overrides: list[str], device: int, context: int, folder: Path) -> in
         return 1
     show_found(found, device, context, overrides_of)
     return 0
-
-
-def _count(cfg: DictConfig) -> tuple[int, int]:
-    config = models.build_config(
-        cfg.model.name,
-        cfg.model.size,
-        num_layers=cfg.model.num_layers,
-        model_id=cfg.model.id,
-        trust_remote_code=cfg.model.trust_remote_code,
-        **OmegaConf.to_container(cfg.model.overrides),  # type: ignore[arg-type]
-    )
-    return models.count_parameters(config, cfg.model.trust_remote_code)
 
 
 def _name(candidate: Candidate) -> str:

@@ -1,178 +1,171 @@
-"""Read run folders and make one table of them, in the columns of the paper's.
+"""Read run folders and report on them: tables in the columns of the paper's, figures, and a page that opens offline.
 
 python experiments/report.py multirun/2026-11-30_12-00-00
+python experiments/report.py outputs multirun --out report
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from lightning_sonar.modes import MODES, resolve_mode
+from experiments.reporting import page
+from experiments.reporting.bars import draw_loss_gaps, draw_memory, draw_step_times
+from experiments.reporting.curves import draw_live_memory, draw_losses
+from experiments.reporting.groups import Group, group_runs
+from experiments.reporting.runs import Failure, Run, read_runs
+from experiments.reporting.tables import escaped, legend_of, machine_of, markdown, markdown_of, table_of, write_csv
 
-COLUMNS = (
-    "model",
-    "settings",
-    "backend",
-    "mode",
-    "peak GB",
-    "saved",
-    "expert-grad GB",
-    "ms a step",
-    "held-out loss",
-    "gives up",
+Draw = Callable[[list[Group], Path], Path | None]
+
+FIGURES: tuple[tuple[str, Draw, str], ...] = (
+    ("memory", draw_memory, "Memory alive at the peak of a step, by mode and by what holds it."),
+    ("live_memory", draw_live_memory, "Live memory over one step, phase by phase."),
+    ("step_time", draw_step_times, "Time of a training step by mode."),
+    ("losses", draw_losses, "Training loss by mode."),
+    ("loss_gap", draw_loss_gaps, "Held-out loss against the compared mode's; the dashed lines are the paper's 0.003."),
 )
-_SETTING = ("model", "size", "params_total", "backend", "optimizer", "data", "precision", "batch_size", "seq_len")
-_SETTING += ("seed", "steps", "settings")
-# These have columns of their own, or decide where things go.
-_SHOWN_ELSEWHERE = re.compile(r"(mode|model|backend|hydra\..*|ckpt_path|export)=")
+"""File name, what draws it, and what it shows."""
+
+NUMBERS = ("peak", "paper", "ms", "held-out", "saved", "time", "loss", "expert-grad")
 
 
-def read_results(folders: Iterable[Path]) -> tuple[list[dict[str, Any]], list[Path]]:
-    """All results at or below the folders, and the run folders that have none (their job failed or is running)."""
-    results: list[dict[str, Any]] = []
-    without: list[Path] = []
-    for folder in folders:
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is not a folder. Name run folders or folders of runs.")
-        for config in sorted(folder.rglob(".hydra/config.yaml"), key=_natural):
-            run = config.parent.parent
-            try:
-                result = json.loads((run / "result.json").read_text())
-                results.append({**result, "folder": str(run), "settings": _settings_of(run)})
-            except (OSError, json.JSONDecodeError):
-                without.append(run)
-    return results, without
+def report(folders: list[Path], out: Path) -> list[Group]:
+    """Print the tables, and write ``report.md``, ``report.csv``, ``report.html`` and ``figures/`` into ``out``.
 
+    Args:
+        folders: run folders, or folders of runs.
+        out: where the report goes.
 
-def _settings_of(run: Path) -> str:
-    """What the command line of a run changed, besides what the table's other columns show."""
-    path = run / ".hydra" / "overrides.yaml"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    overrides = [line.removeprefix("- ").strip("'") for line in lines]
-    return " ".join(o for o in overrides if o != "[]" and not _SHOWN_ELSEWHERE.match(o))
+    Returns:
+        The settings that have results.
 
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]
-
-
-def rows_of(results: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """One row of text a result, grouped by setting, with the modes in the paper's order.
-
-    ``saved`` is the peak against ``standard``'s in the same setting (against ``standard_no_expert_clip``'s, if that
-    is what there is).
+    Raises:
+        FileNotFoundError: if one of ``folders`` is not a folder.
     """
-    order = {mode: index for index, mode in enumerate(MODES)}
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for result in results:
-        groups.setdefault(tuple(result.get(key) for key in _SETTING), []).append(result)
-    rows: list[dict[str, str]] = []
-    for group in groups.values():
-        by_mode = {result["mode"]: result for result in group}
-        base = by_mode.get("standard") or by_mode.get("standard_no_expert_clip") or {}
-        for result in sorted(group, key=lambda r: order.get(r["mode"], len(order))):
-            rows.append(_row(result, base.get("peak_memory_bytes")))
-    return rows
-
-
-def _row(result: Mapping[str, Any], base: float | None) -> dict[str, str]:
-    peak = result.get("peak_memory_bytes")
-    mode = resolve_mode(result["mode"], result.get("expert_clip")) if result["mode"] in MODES else None
-    return {
-        "model": f"{result['model']} ({result['size']})",
-        "settings": result.get("settings", ""),
-        "backend": result["backend"],
-        "mode": result["mode"],
-        "peak GB": _number(peak, 1e9, ".3f"),
-        "saved": f"{1 - peak / base:.1%}" if peak and base else "",
-        "expert-grad GB": _number(result.get("peak_expert_grad_bytes"), 1e9, ".3f"),
-        "ms a step": _number(result["step_time_ms"].get("median"), 1, ".1f"),
-        "held-out loss": _number(result.get("heldout_loss"), 1, ".4f"),
-        "gives up": mode.gives_up if mode else "",
-    }
-
-
-def _number(value: float | None, unit: float, form: str) -> str:
-    return "" if value is None else format(value / unit, form)
-
-
-def columns_of(rows: list[dict[str, str]]) -> list[str]:
-    """The columns that say something: settings only where runs changed any."""
-    return [column for column in COLUMNS if column != "settings" or any(row[column] for row in rows)]
-
-
-def markdown(rows: list[dict[str, str]]) -> str:
-    """The rows as a Markdown table."""
-    columns = columns_of(rows)
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def report(folders: list[Path], out: Path, failed: Mapping[str, int] | None = None) -> list[dict[str, str]]:
-    """Print the table and write ``summary.md`` and ``summary.csv`` into ``out``; returns the rows."""
-    results, without = read_results(folders)
-    rows = rows_of(results)
-    # A table squeezed into a narrow terminal loses its figures; one that the terminal wraps does not.
-    console = Console(width=max(Console().width, 150), highlight=False)
-    table = Table(title=f"{len(rows)} runs", box=box.SIMPLE)
-    columns = columns_of(rows)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*(row[column] for column in columns))
-    console.print(table)
-    text = markdown(rows) + "\n"
-    for run in without:
-        code = (failed or {}).get(str(run.absolute()))
-        where = run / "error.txt"
-        line = (
-            f"{run}: no result"
-            + (f" (exit code {code})" if code else "")
-            + (f"; see {where}" if where.exists() else "")
-        )
-        console.print(f"[red]{line}[/red]", highlight=False)
-        text += f"\n{line}\n"
-    if results:
-        first = results[0]
-        text += f"\nMeasured on {first.get('device_name')} ({first.get('device')}), " + ", ".join(
-            f"{package} {version}" for package, version in first.get("versions", {}).items()
-        )
-        text += f"; batch {first.get('batch_size')} x {first.get('seq_len')} tokens, {first.get('steps')} steps.\n"
+    runs, failures = read_runs(folders)
+    groups = group_runs(runs)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "summary.md").write_text(text)
-    with (out / "summary.csv").open("w", newline="") as file:
-        writer: csv.DictWriter[str] = csv.DictWriter(file, list(COLUMNS))
-        writer.writeheader()
-        writer.writerows(rows)
-    console.print(f"Written: {out / 'summary.md'}, {out / 'summary.csv'}", highlight=False)
-    return rows
+    pictures = _draw(groups, out / "figures")
+    (out / "report.md").write_text(_markdown(groups, runs, failures, pictures, out), encoding="utf-8")
+    (out / "report.html").write_text(_html(groups, runs, failures, pictures, out), encoding="utf-8")
+    write_csv(out / "report.csv", groups, failures)
+    _show(groups, runs, failures, out)
+    return groups
+
+
+def _draw(groups: list[Group], folder: Path) -> list[tuple[Path, str]]:
+    """Files and captions of the figures that these runs have data for; one of an earlier report goes."""
+    pictures = []
+    for name, draw, caption in FIGURES:
+        path = folder / f"{name}.png"
+        path.unlink(missing_ok=True)
+        if draw(groups, path) is not None:
+            pictures.append((path, caption))
+    return pictures
+
+
+def _title(runs: list[Run], failures: list[Failure]) -> str:
+    bad = f", {len(failures)} without a result" if failures else ""
+    return f"Sonar-MoE: {len(runs)} run{'s' if len(runs) != 1 else ''}{bad}"
+
+
+def _failure_rows(failures: list[Failure], out: Path) -> list[list[str]]:
+    return [
+        [
+            "" if failure.exit_code is None else str(failure.exit_code),
+            failure.reason,
+            failure.settings,
+            _relative(failure.folder, out),
+        ]
+        for failure in failures
+    ]
+
+
+def _relative(folder: Path, out: Path) -> str:
+    try:
+        return str(folder.absolute().relative_to(out.absolute()))
+    except ValueError:
+        return str(folder)
+
+
+FAILURE_HEAD = ["exit code", "why", "command line", "folder"]
+
+
+def _markdown(
+    groups: list[Group], runs: list[Run], failures: list[Failure], pictures: list[tuple[Path, str]], out: Path
+) -> str:
+    parts = [f"# {_title(runs, failures)}"]
+    for group in groups:
+        parts += [f"## {escaped(group.title)}", markdown_of(group)]
+        parts += ["\n".join(f"- {escaped(note)}" for note in group.notes)] if group.notes else []
+    if groups:
+        parts += ["\n".join(f"- {escaped(line)}" for line in legend_of(groups))]
+    if failures:
+        parts += ["## Runs without a result", markdown(FAILURE_HEAD, _failure_rows(failures, out))]
+    parts += [f"![{caption}]({path.relative_to(out).as_posix()})" for path, caption in pictures]
+    parts += ["\n".join(f"Measured on {escaped(line)}." for line in machine_of(runs))] if runs else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _html(
+    groups: list[Group], runs: list[Run], failures: list[Failure], pictures: list[tuple[Path, str]], out: Path
+) -> str:
+    parts = []
+    for group in groups:
+        parts += [f"<h2>{page.text(group.title)}</h2>", page.table(*table_of(group)), page.notes(group.notes)]
+    parts.append(page.notes(legend_of(groups)) if groups else "<p>No run has a result.</p>")
+    if failures:
+        parts += ["<h2>Runs without a result</h2>", page.table(FAILURE_HEAD, _failure_rows(failures, out), "failed")]
+    if pictures:
+        parts.append("<h2>Figures</h2>")
+        parts += [page.picture(path, caption, caption) for path, caption in pictures]
+    parts.append(page.notes(f"Measured on {line}." for line in machine_of(runs)))
+    return page.page(_title(runs, failures), parts)
+
+
+def _show(groups: list[Group], runs: list[Run], failures: list[Failure], out: Path) -> None:
+    # A table squeezed into a narrow terminal loses its figures; one that the terminal wraps does not.
+    console = Console(width=max(Console().width, 230), highlight=False)
+    for group in groups:
+        head, rows = table_of(group)
+        shown = Table(title=escape(group.title), box=box.SIMPLE, title_justify="left")
+        for column in head:
+            shown.add_column(column, no_wrap=True, justify="right" if column.startswith(NUMBERS) else "left")
+        for row in rows:
+            shown.add_row(*(escape(cell) for cell in row))
+        console.print(shown)
+        for note in group.notes:
+            console.print(escape(note))
+    for failure in failures:
+        code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+        console.print(f"[red]no result{code}: {escape(str(failure.folder))}: {escape(failure.reason)}[/red]")
+    console.print(f"{_title(runs, failures)}. Written: {out / 'report.html'}, report.md, report.csv, figures/")
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Make one table of run folders.")
+    """The command; 2 if a folder is missing, 1 if no run has a result."""
+    parser = argparse.ArgumentParser(
+        description="Report on run folders: report.md, report.csv, report.html (opens offline) and figures/."
+    )
     parser.add_argument("folders", nargs="+", type=Path, help="run folders, or folders of runs such as a sweep's")
-    parser.add_argument("--out", type=Path, help="where summary.md and summary.csv go (default: the first folder)")
+    parser.add_argument("--out", type=Path, help="where the report goes (default: the first folder)")
     options = parser.parse_args(arguments)
     try:
-        rows = report(options.folders, options.out or options.folders[0])
+        groups = report(options.folders, options.out or options.folders[0])
     except FileNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0 if rows else 1
+    return 0 if groups else 1
 
 
 if __name__ == "__main__":

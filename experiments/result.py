@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from lightning import Callback, Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 
+from experiments.machine import processor
 from lightning_sonar.experts import find_expert_tensors
 from lightning_sonar.memory import MemoryProfiler
 
@@ -34,6 +36,17 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_losses(path: Path, losses: list[float]) -> None:
+    """Write ``batch,train_loss``, a line a training batch, counted from 1; a loss that is not finite stays empty."""
+    lines = [f"{index},{loss if math.isfinite(loss) else ''}" for index, loss in enumerate(losses, 1)]
+    path.write_text("\n".join(["batch,train_loss", *lines]) + "\n", encoding="utf-8")
+
+
+def task_overrides() -> list[str]:
+    """What the command line set, Hydra's own settings left out; empty where Hydra did not start the run."""
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 class History(Callback):
@@ -68,6 +81,14 @@ def versions() -> dict[str, str]:
     return found
 
 
+def optimizer_name(optimizer: DictConfig) -> str:
+    """What makes the optimizer; of one made of two, both."""
+    name = str(optimizer._target_).rsplit(".", 1)[-1]
+    if name != "ExpertsAndDense":
+        return name
+    return f"{optimizer_name(optimizer.experts)} for experts, {optimizer_name(optimizer.dense)}"
+
+
 def collect(
     cfg: DictConfig,
     trainer: Trainer,
@@ -83,6 +104,7 @@ def collect(
     times = report.get("step_time_ms") or {}
     median = times.get("median")
     norm = getattr(trainer.strategy, "last_norm", None)
+    norms = getattr(trainer.strategy, "grad_norms", {})
     tokens = cfg.data.batch_size * cfg.data.seq_len * cfg.trainer.accumulate_grad_batches * trainer.world_size
     device = trainer.strategy.root_device
     return {
@@ -92,9 +114,11 @@ def collect(
         "params_expert": experts.numel,
         "mode": cfg.mode.name,
         "expert_clip": cfg.mode.expert_clip,
+        "accumulation": cfg.mode.accumulation,
+        "expert_state_device": cfg.mode.expert_state_device,
         "backend": cfg.backend.name,
         "loss": cfg.model.loss,
-        "optimizer": str(cfg.optimizer._target_).rsplit(".", 1)[-1],
+        "optimizer": optimizer_name(cfg.optimizer),
         "data": cfg.data.source,
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
@@ -108,6 +132,7 @@ def collect(
         "predicted_peak_bytes": predicted,
         "peak_phase": report.get("peak_phase"),
         "peak_expert_grad_bytes": report.get("peak_expert_gradient_bytes"),
+        "host_memory_bytes": report.get("host_bytes"),
         "ranks": trainer.world_size,
         "peak_memory_bytes_per_rank": report.get("peak_bytes_per_rank"),
         "peak_expert_grad_bytes_per_rank": report.get("peak_expert_gradient_bytes_per_rank"),
@@ -119,18 +144,10 @@ def collect(
         "train_loss": sum(losses[-10:]) / len(losses[-10:]) if losses else None,
         "heldout_loss": validation.get("heldout_loss"),
         "heldout_perplexity": validation.get("heldout_perplexity"),
-        "grad_norm": None if norm is None else float(norm),
+        "grad_norm": float(norms["total"]) if norms else None,
+        "clip_norm": None if norm is None else float(norm),
         "skipped_steps": getattr(trainer.strategy, "skipped_steps", 0),
         "skipped_tensors": getattr(trainer.strategy, "skipped_tensors", 0),
         "command": " ".join(sys.argv[1:]),
         "versions": versions(),
     }
-
-
-def processor() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -11,7 +11,8 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from experiments.plans import plan_of
+from experiments.plans import model_values, plan_of
+from experiments.rank_memory import MOST_RANKS, bucket_bytes, rank_bytes, ranks_that_fit
 from lightning_sonar import models
 from lightning_sonar.backends import BACKENDS, resolve_backend
 from lightning_sonar.clipping import check_clip
@@ -22,6 +23,7 @@ from lightning_sonar.memory.planner import PRECISIONS, MemoryPlan
 from lightning_sonar.memory.sizing import checkpoint_reachable, memory_there
 from lightning_sonar.modes import ExpertClip, resolve_mode
 from lightning_sonar.nonfinite import Check, OnNonfinite
+from lightning_sonar.optim.offload import check_state_device, check_streamable
 
 
 class SettingsError(ValueError):
@@ -73,7 +75,7 @@ def settle(cfg: DictConfig, say: Callable[[str], None] = print) -> DictConfig:
         check_model(cfg)
         cfg.model.size = settle_size(cfg, device, say)
         if cfg.model.pretrained is None:
-            cfg.model.pretrained = cfg.model.size == "full"
+            cfg.model.pretrained = cfg.model.size == "full" and not cfg.model.get("config")
         settle_defaults(cfg, cfg.model.size)
         try:
             cfg.backend.name = resolve_backend(cfg.backend.name, device)
@@ -97,14 +99,19 @@ def settle_defaults(cfg: DictConfig, size: str) -> None:
 
 
 def try_optimizer(cfg: DictConfig) -> None:
-    """Make the optimizer and the scheduler for one small parameter, so that a wrong value shows before data is read.
+    """Make the optimizer and the scheduler for two small parameters, so that a wrong value shows before data is read.
 
     Raises:
         SettingsError: with what they said.
     """
     key = "optimizer"
     try:
-        optimizer = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(2, 2))])
+        dtype = PRECISIONS[str(cfg.trainer.precision)]
+        # One of them has the shape of an expert tensor: optimizers may treat the two differently.
+        shapes = ((2, 2), (2, 2, 2))
+        optimizer = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes])
+        if cfg.mode.expert_state_device is not None:
+            check_streamable(optimizer)
         key = "scheduler"
         instantiate(cfg.scheduler)(optimizer)
     except Exception as error:  # whatever a class that the user named may raise
@@ -129,7 +136,7 @@ def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None
     wanted, name = str(cfg.model.size), str(cfg.model.name)
     if wanted == "tiny":
         return wanted
-    source = str(cfg.model.id) if name == "hf" else models.PRESETS[name].hub_id
+    source = str(cfg.model.id or cfg.model.config) if name == "hf" else models.PRESETS[name].hub_id
     force = "Force a size with model.size=full or model.size=tiny."
     if wanted == "auto" and device.type == "cpu":
         say(
@@ -137,30 +144,55 @@ def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None
             f"trains, says python experiments/plan.py model={name}. {force}"
         )
         return "tiny"
-    need, there = plan_at(cfg, "full", device), memory_there(device)
-    # A GPU's allocator holds more than is alive at once; on a CPU freed memory goes back to the system.
-    nbytes = need.peak_bytes if device.type == "cpu" else need.reserved_bytes
-    parts = ", ".join(f"{name.replace('_', ' ')} {value / 1e9:.1f}" for name, value in need.split.items())
-    figures = (
-        f"training {source} in mode {cfg.mode.name} needs {nbytes / 1e9:.1f} GB by the plan (at the peak: {parts}); "
-        f"{device} has {there / 1e9:.1f} GB free"
-    )
+    plan, there = plan_at(cfg, "full", device), memory_there(device)
+    nbytes, needs = needed(cfg, plan, device)
+    figures = f"training {source} in mode {cfg.mode.name} needs {needs}; {device} has {there / 1e9:.1f} GB free"
     if wanted == "full":
         if nbytes > there:
             small = "" if name == "hf" else " or take model.size=tiny"
+            which = f"model=hf model.{'id' if cfg.model.id else 'config'}={source}" if name == "hf" else f"model={name}"
             raise SettingsError(
                 f"model.size=full: {figures}. Use a larger device, another mode or fewer layers (model.num_layers)"
-                f"{small}. What fits, finds python experiments/plan.py model={name} device_memory={there / 1e9:.0f}GB."
+                f"{small}. What fits, finds python experiments/plan.py {which} device_memory={there / 1e9:.0f}GB."
+                f"{more_ranks(cfg, plan, device, there, which)}"
             )
         return wanted
     reason = None
     if nbytes > there:
         reason = "the GPU cannot hold it"
+        force += more_ranks(cfg, plan, device, there, f"model={name}")
     elif cfg.model.pretrained is not False and not checkpoint_reachable(source):
         reason = f"the checkpoint {source} cannot be reached (random weights: model.pretrained=false)"
     size = "full" if reason is None else "tiny"
     say(f"model.size=auto chose {size.upper()}{'' if reason is None else f', because {reason}'}: {figures}. {force}")
     return size
+
+
+def needed(cfg: DictConfig, plan: MemoryPlan, device: torch.device) -> tuple[int, str]:
+    """Bytes that a device must have for the planned training, and how to say so; on a CPU its ranks share memory."""
+    ranks, parts = ranks_of(cfg), ", ".join(f"{n.replace('_', ' ')} {v / 1e9:.1f}" for n, v in plan.split.items())
+    if ranks == 1 or (device.type == "cuda" and not is_sharded(cfg)):
+        # A GPU's allocator holds more than is alive at once; on a CPU freed memory goes back to the system.
+        nbytes = plan.peak_bytes if device.type == "cpu" else plan.reserved_bytes
+        nbytes += bucket_bytes(plan) if ranks > 1 else 0
+        share = "" if ranks == 1 else " a rank"
+        return nbytes, f"{nbytes / 1e9:.1f} GB{share} by the plan (at the peak: {parts})"
+    each = rank_bytes(plan, ranks, is_sharded(cfg), device.type)
+    text = f"{each / 1e9:.1f} GB a rank on {ranks} ranks, by arithmetic on the plan"
+    if device.type == "cuda":
+        return each, text
+    together = each * (ranks // int(cfg.trainer.num_nodes))
+    return together, f"{text}, {together / 1e9:.1f} GB for those of one machine, which share its memory"
+
+
+def more_ranks(cfg: DictConfig, plan: MemoryPlan, device: torch.device, room: int, which: str) -> str:
+    """What a refusal says of more devices; nothing on a CPU, whose ranks share its memory."""
+    if device.type == "cpu":
+        return ""
+    fewest = ranks_that_fit(plan, room)
+    fits = f" On {fewest} devices, each with a shard, it fits: trainer=fsdp trainer.devices={fewest}."
+    plan_py = f"python experiments/plan.py {which} ranks=2,4,{MOST_RANKS}"
+    return f"{fits if fewest else ''} What each of several ranks needs, says {plan_py}."
 
 
 def check_model(cfg: DictConfig) -> None:
@@ -176,7 +208,7 @@ def check_model(cfg: DictConfig) -> None:
             num_layers=cfg.model.num_layers,
             model_id=cfg.model.id,
             trust_remote_code=cfg.model.trust_remote_code,
-            **OmegaConf.to_container(cfg.model.overrides),  # type: ignore[arg-type]
+            **model_values(cfg),
         )
     except OSError as error:
         raise SettingsError(f"model.id={cfg.model.id}: no configuration could be loaded: {error}") from error
@@ -187,6 +219,8 @@ def check_model(cfg: DictConfig) -> None:
             models.count_parameters(config, cfg.model.trust_remote_code)
         except ValueError as error:
             raise SettingsError(f"model=hf: {error}") from error
+        if cfg.backend.name == "auto" and not models.takes_backend(config):
+            cfg.backend.name = "eager"  # the model's own code
 
 
 def plan_at(cfg: DictConfig, size: str, device: torch.device) -> MemoryPlan:
@@ -224,6 +258,13 @@ def check_values(cfg: DictConfig) -> None:
         raise SettingsError("\n".join(faults))
     if cfg.model.name == "hf" and cfg.model.size != "full":
         faults.append(f"model.size={cfg.model.size}: model=hf has only the checkpoint's own size; leave it at full.")
+    if cfg.model.name == "hf" and not (cfg.model.id or cfg.model.config):
+        faults.append(
+            "model.id: a value is needed: a hub id or a local folder; or, for random weights, model.config: an "
+            "architecture of transformers such as mixtral, or a config.json."
+        )
+    if cfg.model.name == "hf" and cfg.model.config and cfg.model.pretrained:
+        faults.append("model.pretrained=true: model.config has no weights. Use model.id, or model.pretrained=false.")
     for key, valid in CHOICES.items():
         value = OmegaConf.select(cfg, key)
         if str(value) not in valid:
@@ -235,11 +276,25 @@ def check_values(cfg: DictConfig) -> None:
         if value is None or not isinstance(value, kind) or isinstance(value, bool) or value < least:
             what = "a whole number" if kind is int else "a number"
             faults.append(f"{key}={value}: expected {what}, at least {least}{', or null' if optional else ''}.")
+    if not faults and str(cfg.trainer.strategy.get("_target_", "")).endswith(".SonarMoEStrategy"):
+        ranks = ranks_of(cfg)
+        if ranks > 1:
+            faults.append(
+                f"trainer.devices={cfg.trainer.devices} trainer.num_nodes={cfg.trainer.num_nodes}: {ranks} devices, "
+                "but the strategy runs on one. Use trainer=ddp (each device holds the whole model) or trainer=fsdp "
+                "(each holds a shard)."
+            )
     if not faults:
         try:
             mode = resolve_mode(cfg.mode.name, cfg.mode.expert_clip)
             check_accumulation(mode, cfg.mode.accumulation)
+            check_state_device(mode, cfg.mode.expert_state_device)
             check_clip(mode, cfg.trainer.gradient_clip_val, cfg.trainer.gradient_clip_algorithm)
+            if mode.expert_clip != "none" and not cfg.trainer.gradient_clip_val:
+                faults.append(
+                    f"mode.expert_clip={mode.expert_clip}: trainer.gradient_clip_val={cfg.trainer.gradient_clip_val} "
+                    "clips nothing. Set trainer.gradient_clip_val, or mode.expert_clip=none."
+                )
         except ValueError as error:
             faults.append(str(error))
     if faults:
@@ -254,6 +309,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "backend.name": ("auto", *BACKENDS),
     "mode.expert_clip": get_args(ExpertClip),
     "mode.accumulation": get_args(Accumulation),
+    "mode.expert_state_device": ("None", "cpu"),
     "mode.on_nonfinite": get_args(OnNonfinite),
     "mode.check": get_args(Check),
     "trainer.precision": tuple(PRECISIONS),

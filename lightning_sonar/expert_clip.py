@@ -38,8 +38,13 @@ class Unclipped:
 
         Args:
             others: tensors, whose gradients are there if they have one.
-            skipped: 0-dim flag on the device: unless it is zero, this step updates nothing.
+            skipped: 0-dim: unless it is zero, this step leaves out some update, or all.
         """
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients of the step under way were noted, and `after_backward` has not been told of the others."""
+        return False
 
     def abandon(self) -> None:
         """Forget the step under way."""
@@ -73,8 +78,8 @@ class Lagged(Unclipped):
     """Every tensor by the global norm of the step before, float32. The first step is not clipped.
 
     The expert part of the norm is a sum of squares that `FusedAdamW` accumulates while it updates; other optimizers
-    and sharded tensors cost one more look at each gradient. A norm that is not finite is not used: the one before it
-    stays.
+    and sharded tensors cost one more look at each gradient. A norm that is not finite, or of a step that leaves some
+    update out, is not used: the one before it stays.
     """
 
     def __init__(self) -> None:
@@ -110,10 +115,14 @@ class Lagged(Unclipped):
             parts.append(rest)
         norm = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
         before = torch.full_like(norm, torch.inf) if self._last is None else self._last.to(norm.device)
-        usable = torch.isfinite(norm) if skipped is None else torch.isfinite(norm) & (skipped == 0)
+        usable = torch.isfinite(norm) if skipped is None else torch.isfinite(norm) & (skipped.to(norm.device) == 0)
         norm = torch.where(usable, norm, before)
         # Of the first step, there is no norm before: one that clips nothing stands for it.
         self._last = torch.where(torch.isfinite(norm), norm, 0.0)
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._sums or self._parts)
 
     def abandon(self) -> None:
         self._sums.clear()
@@ -146,7 +155,7 @@ def check_accumulation(mode: Mode, accumulation: str) -> None:
         raise ValueError(
             f"expert_clip={mode.expert_clip!r} with accumulation='per_microbatch': experts are updated by each "
             "microbatch on its own, so there is no global norm of the whole step to clip them by. Use "
-            "accumulation='exact', or expert_clip='per_tensor' or 'per_expert'."
+            "accumulation='host' or 'exact', or expert_clip='per_tensor' or 'per_expert'."
         )
 
 

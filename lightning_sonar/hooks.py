@@ -9,48 +9,24 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sonar import messages
+from lightning_sonar.accumulate import HostSums
 from lightning_sonar.clipping import GradNorms, clip_value_
 from lightning_sonar.expert_clip import POLICIES, Unclipped
 from lightning_sonar.modes import Mode
 from lightning_sonar.nonfinite import NonfiniteGuard
-from lightning_sonar.optim.step_one import Group, step_slice, step_tensor
+from lightning_sonar.optim.offload import HostStates
+from lightning_sonar.optim.step_one import Group, owner_of, step_slice, step_tensor
+from lightning_sonar.protocols import Accumulation, Observer, Ranks
 from lightning_sonar.two_pass import TwoPass
 
-Accumulation = Literal["exact", "per_microbatch"]
-
 _released: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-class Observer(Protocol):
-    """What may watch a step. It must not change anything."""
-
-    def on_phase(self, phase: str) -> None:
-        """The step enters ``"backward"``, ``"clip"``, ``"step"`` or ``"done"``."""
-
-    def on_gradient(self, tensor: Tensor) -> None:
-        """A released tensor's gradient is complete: before its update, and before it is freed."""
-
-
-class Ranks(Protocol):
-    """What averages released gradients over ranks; `lightning_sonar.strategies.averaging.RankAverage` does."""
-
-    def take(self, tensor: Tensor) -> list[Tensor]:
-        """A gradient is complete on this rank; returns the tensors whose gradients are averaged now."""
-        ...
-
-    def finish(self) -> list[Tensor]:
-        """Backward ends; returns the tensors whose gradients are averaged now."""
-        ...
-
-    def forget(self) -> None:
-        """Forget a backward that was broken off."""
 
 
 def is_released(tensor: Tensor) -> bool:
@@ -71,6 +47,7 @@ class GradientHooks:
         accumulation: Accumulation,
         guard: NonfiniteGuard,
         measure_norms: bool,
+        offload: bool = False,
     ) -> None:
         self.mode = mode
         self.accumulation = accumulation
@@ -97,9 +74,12 @@ class GradientHooks:
         self._warned_bare = False
         self._warned_dense = False
         self._guard = guard
+        self.norms_due = True
         self._norms = GradNorms() if measure_norms else None
         self._two_pass = TwoPass(True, guard.checks_gradients) if mode.expert_clip == "exact" else None
         self._expert_clip: Unclipped = self._two_pass or POLICIES[mode.expert_clip]()
+        self._sums = HostSums() if accumulation == "host" and mode.in_backward != "none" else None
+        self._states = HostStates(self.experts.values(), optimizer) if offload else None
 
     @property
     def experts(self) -> dict[str, Tensor]:
@@ -118,6 +98,10 @@ class GradientHooks:
         self.observers.clear()
         for tensor in [t for t, owner in _released.items() if owner() is self]:
             del _released[tensor]
+        if self._sums is not None:
+            self._sums.free()
+        if self._states is not None:
+            self._states.remove()
         optimizer = self._optimizer()
         if optimizer is not None:
             self._guard.withdraw(optimizer)
@@ -138,16 +122,21 @@ class GradientHooks:
                     handle = tensor.register_post_accumulate_grad_hook(partial(self._on_gradient, part))
                     self._handles.append(handle)
         # The hook's owner is the optimizer, so a method bound to this object makes no cycle through it.
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._on_step))
 
     # A gradient is complete.
 
     def _on_gradient(self, part: int | None, tensor: Tensor) -> None:
         """The hook. `part` is the expert it updates, or None for the whole tensor. Must return None."""
-        if self._accumulating and self.accumulation == "exact":
-            return
         if tensor.grad is None:
             return
+        if self._accumulating and self.accumulation != "per_microbatch":
+            if self._sums is not None:
+                self._put_aside(tensor, self._sums)
+            return
+        if self._sums is not None and not part:
+            self._complete(tensor, self._sums)
         if self.ranks is None:
             self._act(part, tensor)
         elif not part:  # of a tensor's slices the first hook updates all, once they are averaged
@@ -157,9 +146,53 @@ class GradientHooks:
         """The hook of tensors that step after backward, in exact clipping. Must return None."""
         two = self._two_pass
         # What averages dense gradients over ranks wants them once a step, and to stay.
-        may_free = self.ranks is None and self.leaf_of is None
+        may_free = self.ranks is None and self.leaf_of is None and not self._on_sums and not _has_other_hooks(tensor)
         if two is not None and two.measuring and two.frees_dense and may_free and tensor.grad is not None:
             two.measure(tensor)
+
+    # Sums in host memory.
+
+    @property
+    def _on_sums(self) -> bool:
+        """Whether expert gradients of earlier microbatches wait in host memory."""
+        return self._sums is not None and self._sums.under_way
+
+    @property
+    def _measuring(self) -> bool:
+        return self._two_pass is not None and self._two_pass.measuring
+
+    def _put_aside(self, tensor: Tensor, sums: HostSums) -> None:
+        """Take a gradient that is not its step's last to the host."""
+        if tensor.grad is not None and tensor.grad.requires_grad:
+            raise RuntimeError(messages.create_graph(self._name(tensor)))
+        for observer in self.observers:
+            observer.on_gradient(tensor)
+        if self._guard.skipping:
+            tensor.grad = None
+        else:
+            sums.add(tensor)
+
+    def _complete(self, tensor: Tensor, sums: HostSums) -> None:
+        """Make the last microbatch's gradient the sum of all."""
+        if self._guard.skipping or (self._measuring and not sums.under_way):
+            return
+        # What is only measured now is brought back when the norm is known.
+        sums.complete(tensor, keep=self._measuring)
+
+    def _bring_left(self, averaged: bool = False) -> None:
+        """Act on sums whose tensors the last microbatch has not reached, or, `averaged`, that it has measured."""
+        sums = self._sums
+        if sums is None or not sums.under_way or self._accumulating:
+            return
+        if self._guard.skipping:
+            sums.clear()
+            return
+        for tensor in list(self._parameters()):
+            measured = self._two_pass is not None and self._measuring and self._two_pass.has_measured(tensor)
+            if not sums.begun(tensor) or tensor.grad is not None or measured:
+                continue
+            sums.bring(tensor, keep=self._measuring)
+            self._act_on([tensor] if averaged or self.ranks is None else self.ranks.take(tensor))
 
     def _act_on(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -180,6 +213,8 @@ class GradientHooks:
             self._check(tensor, grad)
             self._show(tensor, grad)
             if two is not None and two.measuring:
+                if self.ranks is not None and self._sums is not None and self._sums.begun(tensor):
+                    self._sums.store(tensor)  # it is the average by now
                 two.measure(tensor)
                 return
             self._fired.add(id(tensor))
@@ -212,7 +247,7 @@ class GradientHooks:
         for observer in self.observers:
             observer.on_gradient(tensor)
         # Of two passes the first one counts.
-        if self._norms is not None and (self._two_pass is None or self._two_pass.norm is None):
+        if self._norms is not None and self.norms_due and (self._two_pass is None or self._two_pass.norm is None):
             self._norms.released(grad, self.is_expert(tensor))
 
     def _update(self, part: int | None, tensor: Tensor) -> None:
@@ -224,10 +259,15 @@ class GradientHooks:
         attributes = pending["attributes"]
         if attributes is None:
             return
+        states = self._states if self._states is not None and self._states.keeps(tensor) else None
+        if states is not None and not part:
+            states.fetch(tensor)
         if part is None:
             step_tensor(optimizer, group, tensor, **attributes)
         else:
             step_slice(optimizer, group, tensor, part, pending.setdefault("slices", {}), **attributes)
+        if states is not None and (part is None or part == tensor.shape[0] - 1):
+            states.put_back(tensor)
         # A fused update does not bump the version counter, and a second backward through a graph that saved the
         # old weight would then silently use the new one.
         torch.autograd.graph.increment_version(tensor)
@@ -238,7 +278,7 @@ class GradientHooks:
         limit = self._limit()
         if found is None or not limit:
             return found
-        return {**found, **self._expert_clip.before_update(tensor, limit, optimizer)}
+        return {**found, **self._expert_clip.before_update(tensor, limit, owner_of(optimizer, tensor))}
 
     def _limit(self) -> float:
         """What expert gradients are clipped to inside backward; 0 for not at all."""
@@ -254,18 +294,49 @@ class GradientHooks:
         self._warned_bare = True
         warnings.warn(messages.BARE_BACKWARD, stacklevel=2)
 
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The optimizer is about to step what has a gradient."""
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            return  # a closure, in which the last backward is still to come
+        self._bring_left()
+        self._step_streamed()
+
+    def _step_streamed(self) -> None:
+        """Step tensors whose states are in host memory, and which no hook has updated."""
+        states, optimizer = self._states, self._live_optimizer()
+        if states is None:
+            return
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is None or not states.keeps(tensor):
+                    continue
+                states.fetch(tensor)
+                step_tensor(optimizer, group, tensor)
+                torch.autograd.graph.increment_version(tensor)
+                states.put_back(tensor)
+                self._fired.add(id(tensor))
+                tensor.grad = None
+
     def _on_step(self, *_: Any) -> None:
         """The optimizer has stepped: the step is whole."""
         two = self._two_pass
-        if two is not None:
-            if two.norm is not None and not two.clipped and not self._warned_dense:
-                self._warned_dense = True
-                warnings.warn(messages.DENSE_LEFT_UNCLIPPED, stacklevel=2)
-            two.abandon()
+        unclipped = two is not None and two.norm is not None and not two.clipped
+        if (unclipped or self._expert_clip.waiting) and not self._warned_dense:
+            self._warned_dense = True
+            text = messages.DENSE_LEFT_UNCLIPPED if unclipped else messages.LAGGED_WITHOUT_CLIP
+            warnings.warn(text, stacklevel=2)
+        self._expert_clip.abandon()
+        self._end_host_step()
         self._guard.end_step(self._live_optimizer())
         self._fired.clear()
         self._hooks_last, self._hooks_now = self._hooks_now, 0
         self._enter("done")
+
+    def _end_host_step(self) -> None:
+        if self._sums is not None:
+            self._sums.clear()
+        if self._states is not None:
+            self._states.end_step()
 
     # The optimizer and its tensors.
 
@@ -288,3 +359,8 @@ class GradientHooks:
 
     def _name(self, tensor: Tensor) -> str:
         return self._names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
+
+
+def _has_other_hooks(tensor: Tensor) -> bool:
+    """Whether somebody else looks at the complete gradient, who would find it gone."""
+    return len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ()) > 1

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from lightning_sonar import messages
 from lightning_sonar.clipping import ClipAlgorithm, check_clip, clip_norm_, clip_value_, with_gradients
-from lightning_sonar.hooks import Accumulation, GradientHooks, Observer, Ranks, is_released
+from lightning_sonar.hooks import GradientHooks, is_released
 from lightning_sonar.modes import mode_name
+from lightning_sonar.optim.offload import HostStates
+from lightning_sonar.protocols import Accumulation, Observer, Ranks
 from lightning_sonar.two_pass import TwoPass
 
 __all__ = ["Accumulation", "InBackward", "Observer", "Ranks", "is_released"]
@@ -39,6 +41,7 @@ class InBackward(GradientHooks):
             the second backward of exact clipping is run for. Dense gradients are then kept from the first one, since
             nothing is known to stand for theirs.
         ranks: if set, averages each released gradient over ranks before anything is done with it.
+        norms_due: whether the norms of this step's gradients are measured, if it was asked for at all.
     """
 
     # What one can ask.
@@ -68,10 +71,21 @@ class InBackward(GradientHooks):
         """How many updates of one tensor were left out because its gradient was not finite. Reads the device."""
         return self._guard.skipped_tensors
 
+    @property
+    def host_states(self) -> HostStates | None:
+        """What keeps optimizer states in host memory, with ``expert_state_device="cpu"``."""
+        return self._states
+
+    @property
+    def host_sums(self) -> list[Tensor]:
+        """The buffers in host memory of ``accumulation="host"`` that there are so far."""
+        return [] if self._sums is None else self._sums.buffers
+
     def grad_norms(self) -> dict[str, Tensor]:
         """Norms of the last step's gradients before clipping: ``experts``, ``dense``, ``total``, float32 and 0-dim.
 
-        Gathered in the hooks, without a device sync. Empty unless made with ``measure_norms=True``.
+        Gathered in the hooks, without a device sync. Of the last step for which `norms_due` was set. Empty unless made
+        with ``measure_norms=True``.
         """
         return {} if self._norms is None else dict(self._norms.last)
 
@@ -92,8 +106,8 @@ class InBackward(GradientHooks):
             loss: 0-dim; looked at for NaN and infinity before anything is updated.
             run: what runs backward, by default ``loss.backward``. Exact clipping runs it twice, and passes
                 ``retain_graph=True`` in the first pass and ``inputs=[...]`` in the second one.
-            last: whether this is the last microbatch before the step. With exact accumulation the hooks act on
-                the last one only, on the sum.
+            last: whether this is the last microbatch before the step. With ``"exact"`` and ``"host"`` accumulation
+                tensors are updated in the last one only, by the sum.
 
         Raises:
             FloatingPointError: if the loss (or a checked gradient) is not finite and ``on_nonfinite="raise"``.
@@ -110,8 +124,11 @@ class InBackward(GradientHooks):
         limit = self._limit()
         if self._two_pass is None or self._accumulating or self._guard.skipping or not limit:
             self._run(run or loss.backward)
+        elif self._on_sums:
+            self._run_on_sums(self._two_pass, run or loss.backward)
         else:
             self._run_twice(self._two_pass, run or loss.backward)
+        self._act_on_left()
         if not self._accumulating and self._guard.leaves_out(self._parameters(), self._live_optimizer()):
             self._drop_gradients()
 
@@ -128,14 +145,14 @@ class InBackward(GradientHooks):
             The norm before clipping, 0-dim, in the gradients' dtype; ``None`` if no norm was taken.
         """
         self._enter("clip")
-        if self._norms is not None:
+        if self._norms is not None and self.norms_due:
             self._norms.gather((t, self.is_expert(t)) for t in self._parameters())
         norm = None
         self._refuse_late(max_norm, algorithm)
         if max_norm > 0:
             check_clip(self.mode, max_norm, algorithm)
             tensors = with_gradients(self._parameters())
-            self._expert_clip.after_backward(tensors, self._guard.flag)
+            self._expert_clip.after_backward(tensors, self._guard.incomplete)
             if algorithm == "value":
                 clip_value_(tensors, max_norm)
             elif self._two_pass is not None and self._two_pass.norm is not None:
@@ -143,6 +160,8 @@ class InBackward(GradientHooks):
             else:
                 norm = clip_norm_([t for t in tensors if self.mode.clips(self.is_expert(t))], max_norm)
         self._enter("step")
+        # Gradients that no hook has used: under exact accumulation, and of tensors that the last backward left out.
+        self._step_streamed()
         return norm
 
     def train_step(
@@ -174,7 +193,7 @@ class InBackward(GradientHooks):
     def accumulate(self) -> Iterator[None]:
         """Backwards run in this context only add to the gradients; the hooks wait for the one after it.
 
-        With ``accumulation="per_microbatch"`` the hooks act in each of them.
+        With ``accumulation="host"`` they move them to the host; with ``"per_microbatch"`` they act in each backward.
         """
         self._warn_exact()
         before, self._accumulating = self._accumulating, True
@@ -189,7 +208,8 @@ class InBackward(GradientHooks):
 
     def finish_backward(self) -> None:
         """With `ranks`, as the last thing inside backward: update what had to wait for other ranks."""
-        if self.ranks is not None and not (self._accumulating and self.accumulation == "exact"):
+        if self.ranks is not None and not (self._accumulating and self.accumulation != "per_microbatch"):
+            self._bring_left()
             self._act_on(self.ranks.finish())
 
     def abandon_step(self) -> None:
@@ -202,6 +222,8 @@ class InBackward(GradientHooks):
         if self.ranks is not None:
             self.ranks.forget()
         self._expert_clip.abandon()
+        if self._states is not None:
+            self._states.abandon()
         self._pending.clear()
         self._fired.clear()
         self._hooks_now = 0
@@ -211,6 +233,8 @@ class InBackward(GradientHooks):
     def _drop_gradients(self) -> None:
         for tensor in self._parameters():
             tensor.grad = None
+        if self._sums is not None:
+            self._sums.clear()
 
     def _refuse_late(self, asked: float, algorithm: ClipAlgorithm) -> None:
         inside = algorithm == "value" or self.mode.expert_clip != "none"
@@ -218,28 +242,64 @@ class InBackward(GradientHooks):
         if self._fired and inside and asked != (used or 0.0):
             raise RuntimeError(messages.late_clip(algorithm, asked, used, len(self._fired)))
 
+    def _act_on_left(self) -> None:
+        """Act on released tensors that earlier microbatches have reached and the last one has not."""
+        if self._accumulating or self.ranks is not None:
+            return
+        self._inside = True
+        try:
+            self._act_on([t for t in self._parameters() if id(t) in self._group_index and t.grad is not None])
+        finally:
+            self._inside = False
+
     def _run_twice(self, two: TwoPass, run: Callable[..., Any]) -> None:
         tensors = list(self._parameters())
+        if self._fired:
+            raise RuntimeError(messages.after_updates(len(self._fired)))
         if not two.begin(tensors, self._group_index):
             self._run(run)
             return
-        with two.first_pass():
+        with two.first_pass(), _explained():
             self._run(partial(run, retain_graph=True))
         two.end_first_pass(tensors)
         if two.bad and self._guard.judge(two.bad, self._live_optimizer()):
             return
         again = two.to_form_again(tensors)
         leaves = again if self.leaf_of is None else [self.leaf_of(tensor) for tensor in again]
-        self._run(partial(run, inputs=leaves))
+        if not leaves:
+            return
+        with _explained():
+            self._run(partial(run, inputs=leaves))
         wanted = [tensor for tensor in again if id(tensor) in self._group_index]
         missing = [self._name(tensor) for tensor in wanted if id(tensor) not in self._fired]
         if missing:
             raise RuntimeError(messages.missing_in_second_pass(missing, len(wanted) - len(missing)))
 
+    def _run_on_sums(self, two: TwoPass, run: Callable[..., Any]) -> None:
+        """Measure the sums in the last microbatch's only backward; they are in host memory, and come back from there.
+
+        Dense gradients stay: those of earlier microbatches are in them.
+        """
+        tensors = list(self._parameters())
+        if not two.begin(tensors, self._group_index):
+            self._run(run)
+            return
+        with two.first_pass():
+            self._run(run)
+        two.end_first_pass(tensors)
+        if two.bad and self._guard.judge(two.bad, self._live_optimizer()):
+            return
+        self._inside = True
+        try:
+            self._bring_left(averaged=True)
+        finally:
+            self._inside = False
+
     def _run(self, run: Callable[[], Any]) -> None:
         self._inside = True
         try:
             run()
+            self._bring_left()
         finally:
             self._inside = False
 
@@ -251,3 +311,15 @@ class InBackward(GradientHooks):
             messages.saving_lost(mode_name(self.mode), self._two_pass is not None),
             stacklevel=3,
         )
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Errors of torch's that come from running backward twice say so."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = messages.why_not_twice(str(error))
+        if why is None:
+            raise
+        raise RuntimeError(why) from error

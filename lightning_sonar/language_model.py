@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric, SumMetric
 from torchmetrics.text import Perplexity
 
+from lightning_sonar.data.packing import check_packing, packed_arguments, router_loss
 from lightning_sonar.losses import IGNORED, response_cross_entropy, shift
 from lightning_sonar.mixin import SonarMoEMixin
+from lightning_sonar.optim.states import largest_update
 from lightning_sonar.output_head import check_output_head, forward_with_loss
 from lightning_sonar.router_load import watch_router_load
 
@@ -27,7 +29,7 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
     """Trains a Hugging Face causal language model with manual optimization and in-backward updates.
 
     A batch holds int64 ``input_ids``, ``attention_mask`` and ``labels``, each ``[B, T]``; labels are aligned with the
-    inputs and -100 where a token does not count.
+    inputs and -100 where a token does not count. A packed one holds ``position_ids`` too (`lightning_sonar.data.pack`).
 
     Args:
         model: a causal language model whose output has ``.logits`` ``[B, T, V]``.
@@ -63,30 +65,32 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
         self.router_aux_loss = router_aux_loss
         self.loss_kind: Loss = loss
         self._head_checked = False
+        self._packing_checked = False
         self._heldout: list[Metric] = []
 
     def forward(self, batch: Batch, **kwargs: Any) -> Any:
         # The cache would keep every layer's keys and values alive until the step ends.
-        return self.model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False, **kwargs
-        )
+        return self.model(input_ids=batch["input_ids"], use_cache=False, **packed_arguments(batch), **kwargs)
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean cross-entropy over the response tokens, and the router's auxiliary loss if asked for; 0-dim."""
         if not self.router_aux_loss:
             return self._run(batch)[1]
         output, loss, _ = self._run(batch, output_router_logits=True)
-        return loss + self.router_aux_loss * output.aux_loss
+        return loss + self.router_aux_loss * router_loss(self.model, output, batch)
 
     def _run(self, batch: Batch, **kwargs: Any) -> tuple[Any, Tensor, Tensor]:
         """The model's output, the mean loss and the number of tokens it is the mean of."""
+        self._check_head(batch)
         if self.loss_kind == "chunked":
-            self._check_head(batch)
             return forward_with_loss(self.model, lambda: self(batch, **kwargs), batch["labels"])
         output = self(batch, **kwargs)
         return output, *response_cross_entropy(output.logits, batch["labels"])
 
     def _check_head(self, batch: Batch) -> None:
+        if "position_ids" in batch and not self._packing_checked:
+            check_packing(self.model, len(batch["input_ids"]))
+            self._packing_checked = True
         if self.loss_kind == "chunked" and not self._head_checked:
             check_output_head(self.model, batch["input_ids"])
             self._head_checked = True
@@ -97,18 +101,23 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
         with watch_router_load(self.model) if logs else nullcontext() as load:
             loss = self.loss(batch)
         if load is not None:
-            self.log_dict({f"router/{name}": value for name, value in load.summary().items()})
+            # Of several ranks the mean of what each has seen of its own batch.
+            self.log_dict({f"router/{name}": value for name, value in load.summary().items()}, sync_dist=True)
             self.log("skipped_steps", float(self.in_backward.skipped_steps))
         return self.finish_step(loss)
 
     def finish_step(self, loss: Tensor) -> Tensor:
         """Backward, clip, step; then log. Returns the detached loss."""
         loss = self.sonar_step(loss)
-        self.log("train_loss", loss, prog_bar=True)
+        # The mean over the ranks: one number, sent in every step, since Lightning wants the same arguments every time.
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         norm = self.trainer.strategy.last_norm  # type: ignore[attr-defined]
         if norm is not None:
-            self.log("grad_norm", norm.float())
+            self.log("clip_norm", norm.float())
+        update = largest_update(self.trainer.optimizers[0])
+        if update is not None:
+            self.log("largest_update", update)
         return loss
 
     def on_validation_epoch_start(self) -> None:

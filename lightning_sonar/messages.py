@@ -57,10 +57,61 @@ def missing_in_second_pass(missing: list[str], updated: int) -> str:
     return (
         f"expert_clip='exact': the first backward pass reached {updated + len(missing)} expert tensors, the second one "
         f"{updated}; missing: {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Their update is lost, so "
-        "this step is not whole. The graph holds other tensors than these parameters: set handle.leaf_of so that it "
-        "returns those, or use expert_clip='lagged'."
+        "this step is not whole. Either they lie under reentrant activation checkpointing, which hides them from the "
+        "graph: use checkpoint(..., use_reentrant=False); or the graph holds other tensors than these parameters: set "
+        "handle.leaf_of so that it returns those. expert_clip='lagged' needs neither."
     )
 
+
+def not_repeatable(shape: tuple[int, ...], first: float, again: float) -> str:
+    """A backward through the same graph gave another gradient the second time."""
+    return (
+        f"expert_clip='exact' runs backward twice, and the gradient of a tensor of shape {list(shape)} had the norm "
+        f"{first:.4g} in the first pass and {again:.4g} in the second: a backward of this model overwrites what it "
+        "saved (some fused kernels do, to save memory), or draws random numbers. Updates would be wrong, so this one was not "
+        "made. Turn that kernel off, or use expert_clip='lagged', 'per_tensor' or 'per_expert'."
+    )
+
+
+def after_updates(updated: int) -> str:
+    """A further backward in a step whose experts have been updated by the norm of an earlier one."""
+    return (
+        f"expert_clip='exact': {updated} tensors were updated by an earlier backward of this step, by its own norm, so "
+        "the norm of the whole step can no longer be measured. Put all backwards but the step's last one into `with "
+        "handle.accumulate():` (in a SonarMoEMixin module `with self.accumulate():`), or add up the losses and run one "
+        "backward."
+    )
+
+
+def why_not_twice(error: str) -> str | None:
+    """What an error of torch's means that comes from running backward twice; None if it is another one."""
+    if "donated" in error:
+        return (
+            "expert_clip='exact' runs backward twice, and torch.compile has let backward reuse the memory of what "
+            "forward saved. Set torch._functorch.config.donated_buffer = False before compiling, and clear compile "
+            "caches that were written without it (torch takes old code from them: "
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1), or use expert_clip='lagged'."
+        )
+    if "second time" in error:
+        return (
+            "expert_clip='exact' runs backward twice, and the first pass did not keep the graph: a backward of your "
+            "own has to hand on what it is given, `loss.backward(**kwargs)` with retain_graph=True in it. Or use "
+            "expert_clip='lagged'."
+        )
+    if "use_reentrant" in error:
+        return (
+            "expert_clip='exact' runs its second backward for the expert tensors only, which reentrant activation "
+            "checkpointing cannot do; nothing was updated. Use checkpoint(..., use_reentrant=False) "
+            "(gradient_checkpointing_enable({'use_reentrant': False}) in transformers), or expert_clip='lagged'."
+        )
+    return None
+
+
+LAGGED_WITHOUT_CLIP = (
+    "The optimizer stepped, but nobody called handle.clip_ after backward: expert_clip='lagged' takes the norm of the "
+    "step there, and without it nothing is ever clipped. Call handle.clip_(max_norm) before optimizer.step(); under "
+    "Lightning, a configure_gradient_clipping of your own has to call self.clip_gradients."
+)
 
 BARE_BACKWARD = (
     "loss.backward() was called directly, so nothing looked whether the loss is finite before tensors were "
@@ -77,10 +128,11 @@ DENSE_LEFT_UNCLIPPED = (
 def saving_lost(mode: str, exact_clip: bool) -> str:
     """Gradients are accumulated exactly."""
     remedy = (
-        "Larger microbatches with activation checkpointing keep it."
+        "Larger microbatches with activation checkpointing keep it, and so does accumulation='host'."
         if exact_clip
-        else "accumulation='per_microbatch' updates experts once a microbatch instead, which saves the memory and "
-        "changes the training."
+        else "accumulation='host' sums them in host memory, which keeps the saving and the training and costs time; "
+        "accumulation='per_microbatch' updates experts once a microbatch, which keeps the saving and changes the "
+        "training."
     )
     return (
         "Gradients are accumulated over several backwards, so they stay alive between them and the memory that "

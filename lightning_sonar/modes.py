@@ -136,6 +136,12 @@ def resolve_mode(mode: str | Mode, expert_clip: ExpertClip | None = None) -> Mod
     if not isinstance(mode, Mode):
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is not a mode. Choose one of {', '.join(MODES)}, or pass a Mode.")
+        own = MODES[mode].expert_clip
+        if own != "none" and expert_clip not in (None, own):
+            raise ValueError(
+                f"mode={mode!r} with expert_clip={expert_clip!r}: this mode is mode='sonar' with expert_clip={own!r}. "
+                f"Choose mode='sonar' with expert_clip={expert_clip!r}."
+            )
         mode = MODES[mode]
     if expert_clip is None or expert_clip == mode.expert_clip:
         return mode

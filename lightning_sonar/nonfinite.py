@@ -14,6 +14,16 @@ OnNonfinite = Literal["skip", "raise", "ignore"]
 Check = Literal["loss", "gradient"]
 
 
+def check_nonfinite(on_nonfinite: OnNonfinite, check: Check) -> None:
+    """Refuse a check whose findings would be ignored.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if check == "gradient" and on_nonfinite == "ignore":
+        raise ValueError("check='gradient' looks for what on_nonfinite='ignore' ignores; leave one of them out.")
+
+
 class NonfiniteGuard:
     """Decides, for the step under way, which updates are left out, and counts them.
 
@@ -27,8 +37,7 @@ class NonfiniteGuard:
     """
 
     def __init__(self, on_nonfinite: OnNonfinite, check: Check) -> None:
-        if check == "gradient" and on_nonfinite == "ignore":
-            raise ValueError("check='gradient' looks for what on_nonfinite='ignore' ignores; leave one of them out.")
+        check_nonfinite(on_nonfinite, check)
         self.on_nonfinite = on_nonfinite
         self.checks_gradients = check == "gradient"
         self.skipping = False
@@ -38,6 +47,7 @@ class NonfiniteGuard:
         self._judged = False
         self._left_out = False
         self._bad_step: Tensor | None = None
+        self._omitted: Tensor | None = None
         self._skipped_steps: int | Tensor = 0
         self._skipped_tensors: int | Tensor = 0
 
@@ -48,6 +58,14 @@ class NonfiniteGuard:
     @property
     def skipped_tensors(self) -> int:
         return int(self._skipped_tensors)
+
+    @property
+    def incomplete(self) -> Tensor | None:
+        """Whether this step leaves out some update, 0-dim: not zero if so; None if nothing speaks for it so far."""
+        found = [flag for flag in (self.flag, self._omitted) if flag is not None]
+        if self.skipping:
+            return torch.ones(())
+        return torch.stack([flag.to(found[0].device) for flag in found]).amax() if found else None
 
     def look_at(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Before a backward: is this loss finite? Several backwards of one step share the verdict.
@@ -85,6 +103,7 @@ class NonfiniteGuard:
             bad = self._verdict(grad)
             what = f"The gradient of a tensor of shape {list(tensor.shape)}"
             self._raise_if(bad, what, "Tensors of later layers have been updated already.")
+            self._omit(bad)
             if not _stays_on_device(grad, optimizer):
                 self._skipped_tensors = self._skipped_tensors + int(bad)
                 return None if bad.bool().item() else {}
@@ -124,6 +143,7 @@ class NonfiniteGuard:
         bad = torch.stack([one.to(found[0].device) for one in found]).amax()
         bad = bad if self.agree is None else self.agree(bad)
         self._raise_if(bad, "The gradient of a parameter", updated)
+        self._omit(bad)
         if not _stays_on_device(bad, optimizer):
             self._skipped_tensors = self._skipped_tensors + int(bad) * len(found)
             return bool(bad.bool().item())
@@ -131,6 +151,9 @@ class NonfiniteGuard:
         self._bad_step = bad if self.flag is None else torch.maximum(self.flag, bad)
         optimizer.found_inf = self._bad_step  # type: ignore[attr-defined]
         return False
+
+    def _omit(self, bad: Tensor) -> None:
+        self._omitted = bad if self._omitted is None else torch.maximum(self._omitted, bad.to(self._omitted.device))
 
     def _verdict(self, tensor: Tensor) -> Tensor:
         bad = is_nonfinite(tensor)
@@ -157,7 +180,7 @@ class NonfiniteGuard:
     def withdraw(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the verdict, and take the flag off the optimizer."""
         self.skipping, self.flag = False, None
-        self._judged, self._left_out, self._bad_step = False, False, None
+        self._judged, self._left_out, self._bad_step, self._omitted = False, False, None, None
         if getattr(optimizer, "found_inf", None) is not None:
             optimizer.found_inf = None  # type: ignore[attr-defined]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from lightning_sonar.expert_clip import check_accumulation
 from lightning_sonar.in_backward import Accumulation, InBackward, is_released
 from lightning_sonar.modes import ExpertClip, Mode, mode_name, resolve_mode
 from lightning_sonar.nonfinite import Check, NonfiniteGuard, OnNonfinite
+from lightning_sonar.optim.offload import check_state_device, check_streamable
 from lightning_sonar.optim.step_one import is_element_wise
 
 
@@ -26,6 +27,7 @@ def release_in_backward(
     check: Check = "loss",
     measure_norms: bool = False,
     names: Mapping[int, str] | None = None,
+    expert_state_device: Literal["cpu"] | None = None,
 ) -> InBackward:
     """Let the optimizer update ``tensors`` inside backward, each the moment its gradient is complete.
 
@@ -40,25 +42,32 @@ def release_in_backward(
         mode: a name from `MODES`, or a `Mode`.
         expert_clip: how expert gradients are clipped inside backward, in the place of the mode's own; see `Mode`.
         accumulation: ``"exact"``: the hooks act on the last microbatch only, on the summed gradient.
-            ``"per_microbatch"``: they act on every microbatch (the paper's).
+            That keeps every gradient until then. ``"host"``: the same, but gradients of earlier microbatches are
+            summed in host memory, which takes 4 bytes an element there; see `HostSums`. Where nothing is updated
+            inside backward it is ``"exact"``. ``"per_microbatch"``: they act on every microbatch (the paper's).
         on_nonfinite: for a loss that is NaN or infinite: ``"skip"`` leaves the step out and counts it, ``"raise"``
             raises FloatingPointError, ``"ignore"`` does not look.
         check: ``"loss"``, or ``"gradient"`` to look at each gradient too: a tensor whose gradient is not finite is
             left out and counted.
         measure_norms: keep the norms of each step's gradients for `InBackward.grad_norms`.
         names: names of further parameters by ``id``, for messages.
+        expert_state_device: ``"cpu"`` keeps the optimizer's states of ``tensors`` in host memory and streams them
+            around each update; the results are the same bits. See `HostStates`. After ``remove()`` they are still
+            there; ``optimizer.load_state_dict(optimizer.state_dict())`` puts them on the parameters' device.
 
     Returns:
         A handle with ``.remove()``.
 
     Raises:
         ValueError: if the optimizer does not hold a tensor, a tensor is released already or is float16, the mode
-            needs an element-wise optimizer and this one is not known to be, or the expert clip makes no sense.
+            or ``expert_state_device`` needs an element-wise optimizer and this one is not known to be, or the expert
+            clip makes no sense.
 
     Source: arXiv 2611.03577; torch's ``register_post_accumulate_grad_hook``.
     """
     mode = resolve_mode(mode, expert_clip)
     check_accumulation(mode, accumulation)
+    check_state_device(mode, expert_state_device)
     for key, value, choices in (
         ("accumulation", accumulation, get_args(Accumulation)),
         ("on_nonfinite", on_nonfinite, get_args(OnNonfinite)),
@@ -97,6 +106,8 @@ def release_in_backward(
             f"for element-wise optimizers; {type(optimizer).__name__} is not known to be one. Use mode='sonar', or "
             "set `element_wise = True` on the optimizer if it is."
         )
+    if expert_state_device is not None:
+        check_streamable(optimizer)
     handle = InBackward(
         optimizer,
         experts,
@@ -105,8 +116,11 @@ def release_in_backward(
         accumulation=accumulation,
         guard=NonfiniteGuard(on_nonfinite, check),
         measure_norms=measure_norms,
+        offload=expert_state_device is not None,
     )
     handle.attach(optimizer)
+    if handle.host_states is not None:
+        handle.host_states.init()
     return handle
 
 

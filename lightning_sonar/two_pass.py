@@ -12,8 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_sonar import messages
 from lightning_sonar.clipping import is_nonfinite, scale_, tensor_norm, total_norm, with_gradients
 from lightning_sonar.expert_clip import Attributes, Unclipped, gradient, scaling
+from lightning_sonar.sharded import whole
+
+REPEATABLE = 0.01
+"""How much, of its norm, a gradient may differ between two backwards through one graph."""
 
 
 class TwoPass(Unclipped):
@@ -22,6 +27,10 @@ class TwoPass(Unclipped):
     Args:
         frees_dense: free dense gradients in the first pass too, and form them again in the second one.
         checks_gradients: look in the first pass whether each gradient is finite.
+
+    Raises:
+        RuntimeError: in the first step that clips, if the second pass forms another gradient than the first one: some
+            backward has overwritten what it would need again. Only this step waits for the device.
 
     Attributes:
         measuring: whether the pass under way is the first of two.
@@ -44,6 +53,7 @@ class TwoPass(Unclipped):
         self.bad: list[Tensor] = []
         self._freed: set[int] = set()
         self._kept: set[int] = set()
+        self._compared = False
 
     def begin(self, tensors: Iterable[Tensor], released: Container[int]) -> bool:
         """Begin a step; returns whether it takes two passes.
@@ -101,16 +111,28 @@ class TwoPass(Unclipped):
     def before_update(self, tensor: Tensor, max_norm: float, optimizer: torch.optim.Optimizer) -> Attributes:
         if self.norm is None:
             raise RuntimeError("A tensor is to be updated before the global norm is known; expected a first pass.")
+        if not self._compared:
+            self._compare(tensor)
         return scaling(tensor, max_norm, self.norm, optimizer)
+
+    def _compare(self, tensor: Tensor) -> None:
+        first = self._norms.get(id(tensor))
+        if first is None:
+            return
+        again = whole(tensor_norm(gradient(tensor))).float()
+        first = whole(first).float()
+        # Kernels that sum in any order differ in the last bits; a graph that is used up is off by much.
+        if bool((again - first).abs() > REPEATABLE * first.abs()):
+            raise RuntimeError(messages.not_repeatable(tuple(tensor.shape), float(first), float(again)))
 
     def clip_rest_(self, tensors: Iterable[Tensor], max_norm: float) -> Tensor | None:
         """Scale the gradients that are left by the same coefficient; returns the norm, None if none was taken."""
         if self.norm is None:
             return None
         rest = with_gradients(tensors)
-        if rest:
+        if rest and not self.clipped:
             scale_(rest, max_norm, self.norm)
-        self.clipped = True
+        self.clipped = self._compared = True
         return self.norm
 
     def abandon(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from distributed_host import host_cases
 from distributed_run import (
     SOON,
     Poisoned,
@@ -74,6 +75,20 @@ def average(folder: Path) -> dict[str, Any]:
     return {"order": found, "values": values}
 
 
+def average_left(folder: Path) -> dict[str, Any]:
+    """A gradient that earlier microbatches have accumulated and the last one has not reached, on one rank or both."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    tensors = {name: nn.Parameter(torch.zeros(2)) for name in "abc"}
+    averaged = RankAverage(tensors, OwnGroup(), find_unused=True)
+    tensors["a"].grad = torch.full((2,), rank + 1.0)
+    if rank == 0:
+        tensors["b"].grad = torch.full((2,), 4.0)
+    averaged.finish()
+    return {name: tensor.grad for name, tensor in tensors.items()}
+
+
 class Buckets(L.Callback):
     """How many bytes DDP's buckets take."""
 
@@ -112,6 +127,7 @@ def ddp_cases() -> dict[str, Any]:
             "expected": fit(DDPStrategy(), d, clip=None, microbatches=2),
         }
     made["average"] = average
+    made["average_left"] = average_left
     unused = {"find_unused_parameters": True}
     made["ddp_unused_on_one"] = lambda folder: pair("sonar", skipping=((1,), 1), strategy_options=unused)
     made["ddp_unused_on_all"] = lambda folder: pair("sonar", skipping=((0, 1), 1), strategy_options=unused)
@@ -270,11 +286,11 @@ def thorough() -> list[dict[str, Any]]:
 
 
 QUICK = [
-    *("average", "ddp_sonar_fp32", "ddp_plain_bf16", "ddp_nan"),
+    *("average", "average_left", "ddp_sonar_fp32", "ddp_plain_bf16", "ddp_nan"),
     *("fsdp_unclipped_fp32", "fsdp_plain_bf16", "two_meshes", "units"),
 ]
 FAILING = ["ddp_unused_refused", "ddp_stuck"]
-CASES: dict[str, Any] = {**ddp_cases(), **fsdp_cases(), **checkpoint_cases()}
+CASES: dict[str, Any] = {**ddp_cases(), **fsdp_cases(), **checkpoint_cases(), **host_cases(saving, plain_fsdp)}
 
 
 def main(folder: Path, names: list[str]) -> None:

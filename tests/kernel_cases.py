@@ -22,7 +22,7 @@ DTYPES = {  # parameter, gradient, moments
     "bf16_fp32_moments": (BF16, BF16, FP32),
     "fp32_bf16_grad": (FP32, BF16, FP32),
 }
-SHAPES = {"one": (1,), "odd": (7, 3), "block": (1024,), "blocks": (3, 5, 137), "none": (0, 4)}
+SHAPES = {"one": (1,), "odd": (7, 3), "block": (1024,), "blocks": (3, 5, 137), "none": (0, 4), "many": (8000,)}
 OPTIONS = {
     "plain": {},
     "maximize": {"maximize": True},
@@ -74,10 +74,12 @@ def interpret() -> dict[str, dict[str, int]]:
     from lightning_sonar.optim.stochastic import StochasticRounding
 
     rounded = ("bf16", "bf16_fp32_moments")
-    cases = [(d, s, "plain", False, None) for d in DTYPES for s in SHAPES]
+    cases = [(d, s, "plain", False, None) for d in DTYPES for s in SHAPES if s != "many"]
+    # Three of these elements differ where the reference's roots are not correctly rounded.
+    cases += [("fp32", "many", "plain", False, None)]
     cases += [(d, "odd", o, False, None) for d in DTYPES for o in OPTIONS]
     cases += [(d, "odd", "scale", True, None) for d in DTYPES]
-    cases += [(d, s, "plain", False, "slice") for d in rounded for s in SHAPES]
+    cases += [(d, s, "plain", False, "slice") for d in rounded for s in SHAPES if s != "many"]
     cases += [("bf16", "blocks", "plain", False, r) for r in ROUNDINGS]
     cases += [("bf16", "odd", o, False, "odd") for o in OPTIONS]
     cases += [(d, "odd", "scale", True, r) for d in rounded for r in ("slice", "odd")]

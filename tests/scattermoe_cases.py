@@ -63,15 +63,15 @@ def twice() -> Any:
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def other_ranks() -> Any:
-    """Ids equal to the number of experts, with a weight that would show, on a module with biases."""
+def other_ranks(elsewhere_is: int) -> Any:
+    """Ids of no expert here, with a weight that would show, on a module with biases."""
     module, given = experts("gpt_oss"), inputs()
     elsewhere = torch.rand(given["index"].shape, generator=torch.Generator().manual_seed(2)) < 0.4
     elsewhere[0] = True
-    given["index"][elsewhere] = EXPERTS
+    given["index"][elsewhere] = elsewhere_is
     ours = run(module, "scattermoe", given)
     # The eager loop has no word for such ids here, so they go to an expert with weight zero.
-    plain = {**given, "index": given["index"].clamp(max=EXPERTS - 1), "weights": given["weights"].clone()}
+    plain = {**given, "index": given["index"].clamp(0, EXPERTS - 1), "weights": given["weights"].clone()}
     plain["weights"][elsewhere] = 0
     theirs = run(module, "eager", plain)
     theirs["weights"][elsewhere] = 0
@@ -118,16 +118,33 @@ def retained() -> Any:
     return {"wrong": wrong, "counts": counts}
 
 
-def checkpointed() -> Any:
+def checkpointed(reentrant: bool) -> Any:
     from torch.utils.checkpoint import checkpoint
 
     module, given = experts("olmoe"), inputs(tokens=5)
     plain = run(module, "scattermoe", given)
     module.zero_grad()
     hidden, weights = (given[name].clone().requires_grad_() for name in ("hidden", "weights"))
-    checkpoint(module, hidden, given["index"], weights, use_reentrant=False).backward(given["grad"])
+    checkpoint(module, hidden, given["index"], weights, use_reentrant=reentrant).backward(given["grad"])
     found = gradients(module, {"hidden": hidden, "weights": weights})
     return [name for name, value in found.items() if not torch.equal(value, plain[name])]
+
+
+def second_derivative() -> Any:
+    """What a gradient penalty is told: the incoming gradient needs none itself, so torch would not notice."""
+    found = {}
+    for part, which in {"up": "hidden", "down": "weights"}.items():
+        module, given = experts("olmoe"), inputs(tokens=2)
+        out, leaves = forward(module, "scattermoe", given)
+        found[part] = message(lambda: torch.autograd.grad(out.sum(), leaves[which], create_graph=True))  # noqa: B023
+    return found
+
+
+def functorch() -> Any:
+    module, given = experts("olmoe"), inputs(tokens=2)
+    module.config._experts_implementation = "scattermoe"
+    run_layer = torch.func.grad(lambda hidden: module(hidden, given["index"], given["weights"]).sum())
+    return message(lambda: run_layer(given["hidden"]))
 
 
 def kept() -> Any:
@@ -278,10 +295,13 @@ CASES: dict[str, Callable[[], Any]] = {
     "every_expert": routing_case(tokens=3, top_k=4, spread=4),
     "top_one": routing_case(tokens=17, top_k=1, spread=4),
     "twice": twice,
-    "other_ranks": other_ranks,
+    "other_ranks": lambda: other_ranks(EXPERTS),
+    "negative_ids": lambda: other_ranks(-1),
     "autocast": autocast,
     "retained": retained,
-    "checkpointed": checkpointed,
+    "checkpointed": lambda: {str(kind): checkpointed(kind) for kind in (False, True)},
+    "second_derivative": second_derivative,
+    "functorch": functorch,
     "kept": kept,
     "one_gradient_at_a_time": one_gradient_at_a_time,
     "changed_weight": changed_weight,

@@ -91,6 +91,24 @@ def test_groups_and_defaults_are_those_of_torch() -> None:
     assert [{**g, "params": None} for g in ours.param_groups] == [{**g, "params": None} for g in theirs.param_groups]
 
 
+def test_arguments_of_adamw_that_ask_for_nothing_else_may_stay() -> None:
+    harmless: dict[str, Any] = {"foreach": False, "capturable": False, "differentiable": False, "fused": True}
+    ours = FusedAdamW(make_params(), 1e-3, (0.9, 0.999), 1e-8, 1e-2, False, **harmless)
+    assert ours.defaults == FusedAdamW(make_params()).defaults
+    FusedAdamW(make_params(), amsgrad=False, foreach=None, fused=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("amsgrad", True), ("foreach", True), ("capturable", True), ("differentiable", True), ("fused", False)],
+)
+def test_other_ways_of_running_are_refused_with_the_remedy(name: str, value: bool) -> None:
+    with pytest.raises(
+        ValueError, match=rf"FusedAdamW\({name}={value}\): .*Leave {name} out, or use torch.optim.AdamW"
+    ):
+        FusedAdamW(make_params(), **{name: value})
+
+
 def test_groups_keep_their_own_weight_decay_and_betas() -> None:
     def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
         return [

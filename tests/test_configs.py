@@ -7,11 +7,11 @@ import lightning as L
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 from experiments.overrides import OverrideError, check_overrides, split_arguments
-from experiments.settings import SettingsError, check_values, settle
+from experiments.settings import SettingsError, check_values, settle, try_optimizer
 from lightning_sonar import MODES, SonarMoEStrategy
 from lightning_sonar.config_dir import config_dir
 
@@ -58,7 +58,7 @@ def test_every_config_composes_resolves_and_names_things_that_exist(group, name)
             collect(cfg[key])
     for target in targets:
         if "TensorBoard" not in target:
-            assert callable(get_class(target))
+            assert callable(get_object(target))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -82,8 +82,13 @@ def test_in_backward_all_sets_the_clip_value_to_null():
 @pytest.mark.parametrize("scheduler", [name for group, name in CHOICES if group == "scheduler"])
 def test_every_optimizer_and_scheduler_instantiates(optimizer, scheduler):
     cfg = composed(f"optimizer={optimizer}", f"scheduler={scheduler}", "optimizer.lr=0.001", "trainer.max_steps=5")
-    made = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(2, 2))])
-    assert made.param_groups[0]["weight_decay"] == 0.01
+    if optimizer == "flash_adamw" and not torch.cuda.is_available():
+        pytest.skip("FlashAdamW is made on CUDA devices only")
+    for package in ("torchao", "flashoptim"):
+        if package in (CONF / "optimizer" / f"{optimizer}.yaml").read_text():
+            pytest.importorskip(package)
+    made = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2, 2, 2))])
+    assert {group["weight_decay"] for group in made.param_groups} == {0.01}
     assert instantiate(cfg.scheduler)(made).get_last_lr()
 
 
@@ -118,7 +123,7 @@ def test_every_argument_of_the_trainer_can_be_set():
         ("data.path.x=1", r"'data.path' has no key 'x'. It is a value and has no keys"),
         ("mode=sonnar", "mode=sonnar: there is no mode of that name. Choose one of in_backward_all, sonar"),
         ("optimiser=fused_adamw", "the configuration has no key 'optimiser'. Did you mean optimizer"),
-        ("experiment=nothing", "there is no experiment of that name. Choose one of smoke"),
+        ("experiment=nothing", "there is no experiment of that name. Choose one of paper, "),
         ("model.overrides={hidden_size:3}", r"one by one with \+model.overrides.KEY=VALUE"),
         ("model.overrides.hidden_size=3", r"It is empty: add a key with \+model.overrides.hidden_size=3"),
         ("model.size=[", "The command line cannot be read"),
@@ -190,7 +195,8 @@ def test_flags_and_overrides_are_told_apart():
         ("data.batch_size=two", "data.batch_size=two: expected a whole number, at least 1"),
         ("trainer.max_steps=1.5", "trainer.max_steps=1.5: expected a whole number, at least -1, or null"),
         ("trainer.precision=16-mixed", "trainer.precision=16-mixed: expected one of bf16-true, bf16-mixed, 32"),
-        ("mode.accumulation=sometimes", "mode.accumulation=sometimes: expected one of exact, per_microbatch"),
+        ("mode.accumulation=sometimes", "mode.accumulation=sometimes: expected one of exact, host, per_microbatch"),
+        ("mode.expert_state_device=disk", "mode.expert_state_device=disk: expected one of None, cpu"),
         ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1: expected a number, at least 0, or null"),
         ("model.num_layers=true", "model.num_layers=True: expected a whole number"),
     ],
@@ -198,6 +204,18 @@ def test_flags_and_overrides_are_told_apart():
 def test_a_wrong_value_is_named_with_what_would_work(override, message):
     with pytest.raises(SettingsError, match=message):
         check_values(composed(override))
+
+
+def test_states_that_nothing_would_stream_are_refused():
+    with pytest.raises(SettingsError, match=r"expert_state_device='cpu' with mode 'standard'.*mode='sonar'"):
+        check_values(composed("mode=standard", "mode.expert_state_device=cpu"))
+
+
+def test_states_of_an_optimizer_that_is_not_known_to_be_element_wise_are_refused():
+    cfg = composed("mode.expert_state_device=cpu", "model.size=tiny")
+    cfg.optimizer = {"_target_": "torch.optim.Adafactor", "_partial_": True, "lr": 0.1}
+    with pytest.raises(SettingsError, match="Adafactor is not known to be one"):
+        try_optimizer(cfg)
 
 
 def test_all_faults_are_reported_at_once():

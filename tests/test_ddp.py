@@ -65,6 +65,14 @@ def test_gradients_are_averaged_in_one_order_whatever_the_order_they_come_in():
             assert value.numel() == 0 if wanted is None else torch.equal(value, wanted)
 
 
+def test_what_earlier_microbatches_accumulated_is_averaged_where_the_last_one_does_not_reach_it():
+    for rank in quick():
+        found = rank["average_left"]
+        assert found["a"].tolist() == [1.5, 1.5]
+        assert found["b"].tolist() == [2.0, 2.0]
+        assert found["c"] is None
+
+
 @pytest.mark.slow
 def test_ranks_that_begin_with_different_weights_train_those_of_rank_0():
     ranks = ranks_of("ddp_seeds")

@@ -170,7 +170,7 @@ def test_checkpoints_of_other_modes_hold_nothing_more(tmp_path):
 
 def test_the_argument_overrides_the_modes_own():
     assert resolve_mode("sonar", "exact") == MODES[EXACT]
-    assert resolve_mode(EXACT, "none") == MODES["sonar"]
+    assert resolve_mode(MODES[EXACT], "none") == MODES["sonar"]
     assert SonarMoEStrategy(expert_clip="exact").mode == MODES[EXACT]
     assert SonarMoEStrategy(mode=EXACT).mode == MODES[EXACT]
     lagged = SonarMoEStrategy(expert_clip="lagged").mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from experiments import gpu_check, gpu_parts, gpu_training
+from experiments import gpu_check, gpu_host, gpu_parts, gpu_training
 from experiments.measuring import TABLE_MODES, Training, build
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +122,24 @@ def test_the_modes_are_equal_to_the_bit_and_a_difference_is_found(check, finding
     assert [finding["ok"] for finding in findings] == [True, False, True]
 
 
+@pytest.mark.filterwarnings("ignore:Gradients are accumulated")
+@pytest.mark.usefixtures("deterministic")
+def test_host_memory_changes_no_bit_and_a_difference_is_found(check, findings, monkeypatch):
+    gpu_host.host(check, "grouped_mm")
+    assert [finding["ok"] for finding in findings] == [True, True, None, None, None, None]
+    assert findings[3]["peak_gb"] < findings[2]["peak_gb"]
+    assert findings[5]["peak_gb"] < findings[4]["peak_gb"]
+
+    class Faster(Training):
+        def __init__(self, model: Any, mode: str, lr: float = 1e-5, **options: Any) -> None:
+            super().__init__(model, mode, lr * (1.5 if "expert_state_device" in options else 1.0), **options)
+
+    findings.clear()
+    monkeypatch.setattr(gpu_host, "Training", Faster)
+    gpu_host.host(check, "grouped_mm")
+    assert [finding["ok"] for finding in findings[:2]] == [False, True]
+
+
 def test_the_plan_is_within_five_percent_and_a_wrong_peak_is_found(check, findings):
     wrong = {"model": "olmoe", "backend": "grouped_mm", "mode": "sonar", "peak_gb": 1.0}
     gpu_training.predicted(check, [wrong])
@@ -200,6 +219,34 @@ def test_what_jobs_say_of_the_gpu_is_written_and_printed_once(run, capsys):
     assert capsys.readouterr().out.count("gpu a card") == 1
 
 
+SIGNALLED = """
+import sys
+from experiments import gpu_check
+code = "import os, time; print(os.getpid(), flush=True); print(" + repr(gpu_check.RECORD) + " + '{\\"part\\": 3, "
+code += "\\"ok\\": true, \\"line\\": \\"' + str(os.getpid()) + '\\"}', flush=True); time.sleep(60)"
+gpu_check.JOBS = (gpu_check.Job(3, "hangs"),)
+gpu_check.command_of = lambda *_: [sys.executable, "-c", code]
+gpu_check.main(["--toy", "--parts", "3", "--json", sys.argv[1]])
+"""
+
+
+def test_sigterm_ends_the_running_job_too(tmp_path):
+    path = tmp_path / "check.json"
+    command = [sys.executable, "-c", SIGNALLED, str(path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        job = next(int(line.split()[1]) for line in process.stdout if line.startswith("  ok   "))
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(job, 0)
+    finally:
+        process.kill()
+        process.communicate()
+    assert json.loads(path.read_text())["toy"] is True  # whole, whatever the signal broke off
+
+
 def test_without_time_jobs_are_skipped_and_said_to_be(run):
     code, written = run(gpu_check.Job(3, "good"), minutes=0.0)
     assert [entry["outcome"] for entry in written["jobs"]] == ["skipped: no time left"]
@@ -209,13 +256,13 @@ def test_without_time_jobs_are_skipped_and_said_to_be(run):
 def test_the_jobs_come_in_the_order_of_what_matters():
     parts = [job.part for job in gpu_check.JOBS if "granite" not in job.arguments]
     assert parts == sorted(parts)
-    assert set(parts) == {1, 2, 3, 4, 5}
+    assert set(parts) == {1, 2, 3, 4, 5, 6}
     last = [job for job in gpu_check.JOBS if "granite" in job.arguments]
     assert list(gpu_check.JOBS[-len(last) :]) == last
 
 
 def test_an_unknown_part_is_answered_with_the_choices():
-    with pytest.raises(SystemExit, match=r"--parts 1,9: expected some of 1,2,3,4,5, or one of: adamw, layers olmoe"):
+    with pytest.raises(SystemExit, match=r"--parts 1,9: expected some of 1,2,3,4,5,6, or one of: adamw, layers olmoe"):
         gpu_check.select("1,9")
 
 
@@ -245,7 +292,7 @@ for name in sys.argv[1:]:
 
 
 def test_nothing_it_imports_needs_hydra_omegaconf_or_datasets():
-    modules = ["gpu_check", "gpu_parts", "gpu_training", "measuring", "bench"]
+    modules = ["gpu_check", "gpu_host", "gpu_parts", "gpu_training", "measuring", "bench"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *(f"experiments.{name}" for name in modules)],
         cwd=ROOT,

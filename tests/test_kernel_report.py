@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from experiments.kernel_report import COLUMNS, KERNELS, main, rows_of
+from experiments.kernel_report import COLUMNS, KERNELS, main, markdown, rows_of
 from lightning_sonar.kernel_figures import TARGETS, KernelFigures, _amd_accesses, _ptx_accesses
 
 ROOT = Path(__file__).parent.parent
@@ -99,6 +99,47 @@ def test_a_row_has_a_text_for_every_column() -> None:
     assert (rows[0]["spilled B"], rows[0]["loads"], rows[0]["stores"]) == ("260 (64 registers)", "4x128 + 1x32", "-")
     assert rows[0]["B a parameter"] == "14"
     assert (rows[1]["block"], rows[1]["B a parameter"], rows[1]["spilled B"]) == ("-", "-", "0")
+
+
+def test_the_markdown_has_a_row_a_case_with_the_targets_in_order() -> None:
+    adamw: dict[str, Any] = {
+        "kernel": "adamw",
+        "variant": "plain",
+        "dtype": "bf16",
+        "block": 1024,
+        "spilled": 0,
+        "spilled_registers": 0,
+        "shared": 16,
+        "loads": {32: 1, 128: 4},
+        "stores": {128: 3},
+        "bytes_read": 8.0,
+        "bytes_written": 6.0,
+    }
+    product: dict[str, Any] = {
+        "kernel": "moe_product",
+        "variant": "up",
+        "dtype": "bf16",
+        "block": None,
+        "spilled_registers": 0,
+        "loads": {64: 2},
+        "stores": {16: 3},
+        "bytes_read": None,
+        "bytes_written": None,
+        "registers": 200,
+    }
+    figures = [
+        KernelFigures(**adamw, target="sm_90", registers=55),
+        KernelFigures(**product, target="sm_90", spilled=0, shared=96 * 1024),
+        KernelFigures(**adamw, target="gfx942", registers=47),
+        KernelFigures(**product, target="gfx942", spilled=8, shared=32 * 1024),
+    ]
+    lines = markdown(figures).splitlines()
+    assert "registers sm_90 / gfx942" in lines[0]
+    assert {line.count("|") for line in lines} == {10}
+    assert lines[2:] == [
+        "| adamw | plain | bf16 | 55 / 47 | 0 | 16 | 4x128 | 3x128 | 14 |",
+        "| moe_product | up | bf16 | 200 | 0 / 8 | 98304 / 32768 | - | - | - |",
+    ]
 
 
 def test_accesses_are_counted_by_width_whatever_stands_between_the_words() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sonar.optim.reference import bias_correction
+from lightning_sonar.optim.reference import _sqrt, bias_correction
 
 ROOT = Path(__file__).parent.parent
 
@@ -134,6 +134,18 @@ def test_offsets_are_64_bit_before_they_are_multiplied(compiled: dict[str, dict[
 def test_compiled_arithmetic_rounds_like_the_reference(compiled: dict[str, dict[str, Any]]) -> None:
     for case, found in real(compiled).items():
         assert found["contracted"] == found["fused"] == found["approximate"] == 0, case
+
+
+def test_roots_of_the_reference_are_correctly_rounded() -> None:
+    value = torch.rand(2**16, generator=torch.Generator().manual_seed(0))
+    value = torch.cat([value, torch.tensor([0.0, 1e-45, 1.2e-38, 3e38, float("inf")])])
+    root = _sqrt(value)
+    below, above = (torch.nextafter(root, torch.tensor(end)) for end in (-1.0, float("inf")))
+    # Half way to either neighbour has 25 bits and its square 50, which fp64 holds: the root lies between the two.
+    exact = value[:-1].double()
+    low, high = ((root.double() + near.double())[:-1] / 2 for near in (below, above))
+    assert ((low.clamp(min=0.0).square() <= exact) & (exact <= high.square())).all()
+    assert root[-1] == float("inf")
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.999, 0.9999])

@@ -69,7 +69,7 @@ def test_training_logs_loss_norm_rate_and_router_load(tmp_path):
     assert [int(row["step"]) for row in rows] == [1, 3]
     for row in rows:
         assert float(row["train_loss"]) > 0
-        assert float(row["grad_norm"]) > 0
+        assert float(row["clip_norm"]) > 0
         assert float(row["lr"]) == pytest.approx(1e-2)
         assert 1 <= float(row["router/max_over_mean"]) <= 6
 

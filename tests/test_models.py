@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from helpers import small_model
@@ -90,3 +92,82 @@ def test_checkpointing_is_of_the_non_reentrant_kind():
     ]
     assert kinds
     assert all(keywords["use_reentrant"] is False for keywords in kinds)
+
+
+# --- random weights of any architecture
+
+MIXTRAL = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+MIXTRAL |= {"num_local_experts": 4, "vocab_size": 64}
+
+
+def test_an_architecture_is_built_with_random_weights_at_its_default_or_the_given_size():
+    assert models.build_config("hf", config="mixtral").hidden_size == 4096
+    model = models.build("hf", config="mixtral", num_layers=2, dtype=torch.float32, **MIXTRAL)
+    assert type(model).__name__ == "MixtralForCausalLM"
+    assert [tuple(tensor.shape) for tensor in find_expert_tensors(model).tensors] == [(4, 32, 32), (4, 32, 16)] * 2
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_config_json_or_its_folder_is_built_with_random_weights(tmp_path, folder):
+    models.build_config("hf", config="mixtral", num_layers=1, **MIXTRAL).save_pretrained(tmp_path)
+    source = str(tmp_path if folder else tmp_path / "config.json")
+    config = models.build_config("hf", config=source, vocab_size=80)
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (32, 1, 80)
+    assert len(find_expert_tensors(models.build("hf", config=source))) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": "mixtrl"}, "config=mixtrl is no architecture .* nor a file here. Did you mean mixtral"),
+        ({"config": "zzzzzz"}, "config=zzzzzz is no architecture .* Expected a model_type such as mixtral, qwen3_moe"),
+        ({"config": "no/such"}, "config=no/such: there is no file no/such; expected a config.json or a folder"),
+        ({"config": "vit"}, "config=vit: transformers has no causal language model of this architecture"),
+        ({"config": "aria"}, "no causal language model of this architecture. Take its language model, aria_text"),
+        ({"config": "mixtral", "hiden_size": 8}, "MixtralConfig has no value 'hiden_size'. Did you mean hidden_size"),
+        ({"config": "zaya", "num_experts_per_tok": 2}, "config=zaya: transformers refuses these values: .*=1"),
+        ({"config": "mixtral", "model_id": "a/b"}, "model.id=a/b and model.config=mixtral both say what the model is"),
+        ({}, "needs model.id: .*; or, for random weights, model.config"),
+    ],
+)
+def test_mistakes_about_an_architecture_are_explained(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        models.build_config("hf", **arguments)
+
+
+def test_a_preset_takes_no_architecture_and_an_architecture_no_weights():
+    with pytest.raises(ValueError, match="model.config=mixtral is only for model=hf, but the model is 'olmoe'"):
+        models.build_config("olmoe", config="mixtral")
+    with pytest.raises(ValueError, match="pretrained=True needs a checkpoint, and config=mixtral has none"):
+        models.build("hf", config="mixtral", pretrained=True, num_layers=1, **MIXTRAL)
+
+
+@pytest.mark.parametrize("text", ["{bad", "{}", json.dumps({"model_type": "nope"})])
+def test_a_config_json_that_says_nothing_is_explained(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json: no configuration can be made of it: "):
+        models.build_config("hf", config=str(tmp_path / "config.json"))
+
+
+def test_a_model_with_expert_code_of_its_own_knows_no_other_backend():
+    small = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = models.build_config("hf", config="llama4_text", **small)
+    assert not models.takes_backend(config)
+    assert models.takes_backend(models.build_config("hf", config="mixtral"))
+    with pytest.raises(ValueError, match="backend=grouped_mm: models of type llama4_text .* Use backend=eager"):
+        models.build("hf", config="llama4_text", backend="grouped_mm", **small)
+
+
+def test_an_architecture_without_a_whole_default_names_what_to_set():
+    with pytest.raises(
+        ValueError, match="cannot make a dots1 model .* Set the values that it lacks in model.overrides"
+    ):
+        models.count_parameters(models.build_config("hf", config="dots1"))
+
+
+def test_parameters_are_counted_by_the_given_pattern():
+    small = models.build_config("hf", config="mixtral", num_layers=1, **MIXTRAL)
+    total, experts = models.count_parameters(small, experts=r"experts\.down_proj$")
+    assert experts == 4 * 32 * 16
+    assert experts < models.count_parameters(small)[1] < total

@@ -2,101 +2,229 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
 
-from experiments.report import COLUMNS, main, markdown, read_results, rows_of
+import pytest
+from report_runs import result, write_run
 
+from experiments.report import main, report
+from experiments.reporting.groups import group_runs, variant
+from experiments.reporting.paper import OLMOE_SONICMOE, paper_rows
+from experiments.reporting.runs import read_runs
+from experiments.reporting.tables import CSV_COLUMNS, escaped, legend_of, table_of
+from lightning_sonar import MODES
 
-def result(mode, peak, backend="eager", **extra):
-    return {
-        "model": "olmoe",
-        "size": "tiny",
-        "backend": backend,
-        "mode": mode,
-        "peak_memory_bytes": peak,
-        "peak_expert_grad_bytes": 5_000_000,
-        "step_time_ms": {"median": 12.34},
-        "heldout_loss": 1.25,
-        "steps": 3,
-        "device_name": "a device",
-        "versions": {"torch": "2"},
-        **extra,
-    }
+FIGURES = {"memory.png", "live_memory.png", "step_time.png", "losses.png", "loss_gap.png"}
 
 
-def write(folder, name, value=None, error=None):
-    run = folder / name
-    (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "config.yaml").write_text("")
-    if value is not None:
-        (run / "result.json").write_text(json.dumps(value))
-    if error is not None:
-        (run / "error.txt").write_text(error)
+def groups_of(tmp_path: Path, *values: dict):
+    for index, value in enumerate(values):
+        write_run(tmp_path / str(index), value)
+    return group_runs(read_runs([tmp_path])[0])
 
 
-def test_modes_stand_in_the_papers_order_and_the_saving_is_against_standard():
-    rows = rows_of([result("sonar", 800), result("standard", 1000), result("in_backward_all", 750)])
-    assert [row["mode"] for row in rows] == ["standard", "in_backward_all", "sonar"]
-    assert [row["saved"] for row in rows] == ["0.0%", "25.0%", "20.0%"]
-    assert rows[2]["gives up"] == "clipping on experts"
-    assert rows[2]["ms a step"] == "12.3"
+def test_modes_stand_in_the_papers_order_and_the_saving_is_against_standard(tmp_path):
+    values = [result(mode, peak_memory_bytes=peak) for mode, peak in (("sonar", 800), ("standard", 1000))]
+    (group,) = groups_of(tmp_path, *values, result("in_backward_all", peak_memory_bytes=750))
+    assert [row.mode for row in group.rows] == ["standard", "in_backward_all", "sonar"]
+    assert [row.saved for row in group.rows] == pytest.approx([0.0, 0.25, 0.2])
+    assert [row.gives_up for row in group.rows] == ["nothing", "all clipping", "clipping on experts"]
 
 
-def test_settings_are_not_mixed():
-    rows = rows_of([result("standard", 1000), result("sonar", 800, backend="grouped_mm"), result("sonar", 900)])
-    assert [(row["backend"], row["saved"]) for row in rows] == [
-        ("eager", "0.0%"),
-        ("eager", "10.0%"),
-        ("grouped_mm", ""),
-    ]
+def test_the_papers_five_columns_come_first_in_its_order(tmp_path):
+    (group,) = groups_of(tmp_path, result("standard"), result("sonar"))
+    head, rows = table_of(group)
+    assert head[:5] == ["mode", "peak GB", "ms a step", "held-out loss", "gives up"]
+    assert rows[1][:5] == ["sonar", "0.520", "250.0 (240-300)", "6.5000", "clipping on experts"]
+
+
+def test_an_expert_clip_that_is_not_the_modes_own_is_a_row_of_its_own(tmp_path):
+    (group,) = groups_of(tmp_path, result("sonar"), result("sonar", expert_clip="lagged"))
+    assert [row.mode for row in group.rows] == ["sonar", "sonar, expert_clip=lagged"]
+    assert variant(result("sonar", expert_clip="exact")) == "sonar_exact_clip"
+    assert variant(result("a_mode_of_tomorrow")) == "a_mode_of_tomorrow"
 
 
 def test_runs_that_differ_in_anything_else_are_compared_only_with_their_like(tmp_path):
-    runs = [("standard", 1, 10), ("sonar", 1, 8), ("standard", 2, 100), ("sonar", 2, 80)]
-    for index, (mode, layers, peak) in enumerate(runs):
-        write(tmp_path, str(index), result(mode, peak))
-        overrides = tmp_path / str(index) / ".hydra" / "overrides.yaml"
-        overrides.write_text(f"- mode={mode}\n- model.num_layers={layers}\n- hydra.run.dir=x\n")
-    rows = rows_of(read_results([tmp_path])[0])
-    assert [(row["settings"], row["saved"]) for row in rows] == [
-        ("model.num_layers=1", "0.0%"),
-        ("model.num_layers=1", "20.0%"),
-        ("model.num_layers=2", "0.0%"),
-        ("model.num_layers=2", "20.0%"),
+    values = [
+        result(
+            mode, overrides=[f"mode={mode}", f"model.num_layers={layers}", "hydra.run.dir=x"], peak_memory_bytes=peak
+        )
+        for mode, layers, peak in (("standard", 1, 10), ("sonar", 1, 8), ("standard", 2, 100), ("sonar", 2, 80))
     ]
-    assert "| settings |" in markdown(rows)
+    groups = groups_of(tmp_path, *values, result("sonar", backend="eager", overrides=["model.num_layers=2"]))
+    assert [[row.saved for row in group.rows] for group in groups] == [
+        pytest.approx([0.0, 0.2]),
+        pytest.approx([0.0, 0.2]),
+        [None],
+    ]
+    assert [group.title.split(", ")[-1] for group in groups][:2] == ["model.num_layers=1", "model.num_layers=2"]
+    assert groups[2].base is None
 
 
-def test_values_that_were_not_measured_stay_empty():
-    row = rows_of([result("sonar", None, heldout_loss=None, step_time_ms={"median": None})])[0]
-    assert (row["peak GB"], row["held-out loss"], row["ms a step"]) == ("", "", "")
+def test_what_all_runs_have_in_common_is_not_in_the_title(tmp_path):
+    values = [result("sonar", overrides=["experiment=paper_small", "seed=1"]), result("sonar", backend="eager")]
+    values[1]["overrides"] = ["experiment=paper_small"]
+    titles = [group.title for group in groups_of(tmp_path, *values)]
+    assert titles == [f"olmoe (tiny), {name}, 2 x 64 tokens, bf16-true" for name in ("grouped_mm", "eager")]
 
 
-def test_report_writes_tables_and_names_runs_without_a_result(tmp_path, capsys):
-    write(tmp_path, "0", result("standard", 10**9))
-    write(tmp_path, "10", result("sonar", 8 * 10**8))
-    write(tmp_path, "2", error="it failed")
-    assert main([str(tmp_path)]) == 0
-    text = (tmp_path / "summary.md").read_text()
-    assert "| olmoe (tiny) | eager | sonar | 0.800 | 20.0% | 0.005 | 12.3 | 1.2500 | clipping on experts |" in text
-    assert f"{tmp_path / '2'}: no result" in text
-    assert "Measured on a device" in text
-    rows = list(csv.DictReader((tmp_path / "summary.csv").read_text().splitlines()))
-    assert list(rows[0]) == list(COLUMNS)
-    assert "sonar" in capsys.readouterr().out
+def test_loss_gaps_are_taken_seed_by_seed(tmp_path):
+    losses = {("standard", 0): 6.0, ("standard", 1): 7.0, ("sonar", 0): 6.001, ("sonar", 1): 7.003, ("sonar", 2): 9.0}
+    values = [result(mode, seed=seed, heldout_loss=loss) for (mode, seed), loss in losses.items()]
+    (group,) = groups_of(tmp_path, *values)
+    gap = group.rows[1].gap
+    assert gap is not None
+    assert (gap.middle, gap.low, gap.high, gap.count) == pytest.approx((0.002, 0.001, 0.003, 2))
+    head, rows = table_of(group)
+    assert rows[1][head.index("loss gap")] == "+0.0020 (+0.0010 to +0.0030)"
+    assert rows[1][head.index("seeds")] == "0, 1, 2"
+
+
+def test_the_papers_figures_stand_beside_ours_only_in_its_setting(tmp_path):
+    ours = {"size": "full", "backend": "sonicmoe", "seq_len": 256, "data": "alpaca", "steps": 2000}
+    groups = groups_of(tmp_path, *(result(mode, **ours) for mode in MODES))
+    head, rows = table_of(groups[0])
+    assert head[:7] == ["mode", "peak GB", "paper: GB", "ms a step", "paper: ms", "held-out loss", "paper: loss"]
+    assert [row[2] for row in rows] == ["55.55", "55.55", "43.35", "43.57", "43.57", ""]
+    assert rows[3][4] == "116.1"
+    assert rows[3][6] == "1.2596"
+    assert any("19 to 22%" in line for line in legend_of(groups))
+    same = result("sonar", **ours)
+    for other in ({"backend": "grouped_mm"}, {"batch_size": 4}, {"size": "tiny"}, {"model": "granite"}, {"ranks": 2}):
+        assert paper_rows({**same, **other}) == {}
+    assert paper_rows(same) == OLMOE_SONICMOE
+    assert paper_rows({**same, "steps": 100})["sonar"].heldout_loss is None
+
+
+def test_figures_that_were_not_measured_stay_empty(tmp_path):
+    bare = result("sonar", peak_memory_bytes=None, memory_split=None, heldout_loss=None, step_time_ms={"median": None})
+    (group,) = groups_of(tmp_path, {**bare, "skipped_steps": 3})
+    assert table_of(group)[1][0][:4] == ["sonar", "", "", ""]
+    assert "sonar, seed 0: 3 skipped steps." in group.notes
+    assert "sonar, seed 0: the held-out loss was not finite or not measured." in group.notes
+    report([tmp_path], tmp_path / "out")
+    assert list((tmp_path / "out" / "figures").glob("*")) == []
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two models, two seeds, three modes, and three folders without a result."""
+    index = 0
+    for model in ("olmoe", "granite"):
+        for seed in (0, 1):
+            for mode in ("standard", "standard_no_expert_clip", "sonar"):
+                shift = 0.0 if mode == "standard" else 0.01
+                value = result(mode, model=model, seed=seed, heldout_loss=6.5 + shift)
+                write_run(tmp_path / str(index), value, losses=[8 - step / 20 + shift for step in range(30)])
+                index += 1
+    status = {"exit_code": 3, "seconds": 1.0, "error": "ran <b>out</b> | of memory"}
+    write_run(tmp_path / "100", status=status, overrides=["mode=sonar", "hydra.verbose=true"])
+    write_run(tmp_path / "101")
+    write_run(tmp_path / "102")
+    (tmp_path / "102" / "result.json").write_text("{")
+    return tmp_path
+
+
+class Page(HTMLParser):
+    """Collects what a browser would show and fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_a_report_holds_tables_figures_and_what_failed(sweep, capsys):
+    assert main([str(sweep)]) == 0
+    assert {path.name for path in (sweep / "figures").iterdir()} == FIGURES
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (sweep / "figures").iterdir())
+    text = (sweep / "report.md").read_text()
+    assert text.startswith("# Sonar-MoE: 12 runs, 3 without a result")
+    assert "| 3 | ran &lt;b>out&lt;/b> \\| of memory | mode=sonar | 100 |" in text
+    assert "|  | interrupted, or still running |  | 101 |" in text
+    assert "its result.json cannot be read" in text
+    assert set(re.findall(r"\]\(figures/(.*)\)", text)) == FIGURES
+    assert "Measured on a device (cpu), python 3.11, torch 2.13.0." in text
+    shown = capsys.readouterr().out
+    assert "no result (exit code 3)" in shown
+    assert "ran <b>out</b> | of memory" in shown
+
+
+def test_the_page_is_self_contained_and_escapes_what_is_foreign(sweep):
+    (sweep / "0" / "result.json").write_text(
+        json.dumps(result("<script>alert(1)</script>", device_name='"><img src=x'))
+    )
+    report([sweep], sweep)
+    parsed = Page()
+    parsed.feed((sweep / "report.html").read_text())
+    assert "script" not in parsed.tags
+    assert parsed.tags.count("img") == 5
+    assert all(address.startswith("data:image/png;base64,") for address in parsed.addresses)
+    assert "<script>alert(1)</script>" in parsed.text
+    assert "ran <b>out</b> | of memory" in parsed.text
+
+
+def test_the_csv_has_a_line_a_run_in_plain_units(sweep):
+    report([sweep], sweep)
+    rows = list(csv.DictReader((sweep / "report.csv").read_text().splitlines()))
+    assert list(rows[0]) == list(CSV_COLUMNS)
+    assert [row["status"] for row in rows].count("finished") == 12
+    assert [row["status"] for row in rows[12:]] == ["failed", "incomplete", "incomplete"]
+    sonar = next(row for row in rows if row["mode"] == "sonar")
+    assert int(sonar["peak_memory_bytes"]) == 520_044_108
+    assert int(sonar["expert_gradients_bytes"]) == 16_777_216
+    assert float(sonar["heldout_loss_gap"]) == pytest.approx(0.01)
+    assert float(sonar["saved"]) == pytest.approx(0.2052, abs=1e-4)
+
+
+def test_folders_are_read_once_and_may_be_single_runs(sweep, tmp_path):
+    runs, failures = read_runs([sweep / "3", sweep, sweep / "10"])
+    assert [run.folder.name for run in runs][:3] == ["3", "0", "1"]
+    assert (len(runs), len(failures)) == (12, 3)
+
+
+def test_a_result_alone_is_a_run(tmp_path):
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "result.json").write_text(json.dumps(result("sonar")))
+    assert len(read_runs([tmp_path])[0]) == 1
+
+
+def test_losses_come_from_metrics_where_there_is_nothing_better(tmp_path):
+    run = write_run(tmp_path / "0", result("sonar"))
+    (run / "metrics.csv").write_text("step,train_loss,heldout_loss\n4,8.0,\n9,7.5,\n14,nan,\n14,,6.9\n")
+    assert read_runs([tmp_path])[0][0].losses == ("step", [5, 10], [8.0, 7.5])
+
+
+def test_a_figure_of_an_earlier_report_does_not_stay(sweep, tmp_path):
+    out = tmp_path / "out"
+    report([sweep], out)
+    report([sweep / "101"], out)
+    assert list((out / "figures").iterdir()) == []
 
 
 def test_a_missing_folder_and_an_empty_one_are_not_a_success(tmp_path, capsys):
     assert main([str(tmp_path / "nothing")]) == 2
-    assert "is not a folder" in capsys.readouterr().err
+    assert "is not a folder. Name run folders" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 1
 
 
-def test_markdown_has_one_line_a_row():
-    rows = rows_of([result("standard", 1000)])
-    assert len(markdown(rows).splitlines()) == 3
+def test_a_result_of_another_shape_is_listed_not_read(tmp_path):
+    write_run(tmp_path / "0", {"mode": "sonar"})
+    runs, (failure,) = read_runs([tmp_path])
+    assert runs == []
+    assert failure.reason == "its result.json has no model, size, backend"
 
 
-def test_a_broken_result_counts_as_none(tmp_path):
-    write(tmp_path, "0")
-    (tmp_path / "0" / "result.json").write_text("{")
-    assert read_results([tmp_path]) == ([], [tmp_path / "0"])
+def test_markdown_shows_text_as_it_is():
+    assert escaped("a|b\n`c` <d> [e]") == "a\\|b \\`c\\` &lt;d> \\[e\\]"

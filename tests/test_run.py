@@ -21,7 +21,7 @@ KEYS = {
     *("model", "size", "params_total", "params_expert", "mode", "backend", "optimizer", "data", "device", "dtype"),
     *("seed", "steps", "batch_size", "seq_len", "peak_memory_bytes", "peak_phase", "peak_expert_grad_bytes"),
     *("hooks_per_step", "step_time_ms", "tokens_per_second", "train_loss", "heldout_loss", "heldout_perplexity"),
-    *("grad_norm", "versions"),
+    *("grad_norm", "clip_norm", "versions"),
 }
 
 
@@ -97,8 +97,9 @@ def test_every_mode_with_every_backend_trains_and_a_failing_job_stops_nothing(tm
     assert hooks["standard"] == 0
     assert hooks["sonar"] == 2
     assert hooks["sonar_per_expert"] == 2 * 64
-    text = (tmp_path / "summary.md").read_text()
-    assert text.count("| olmoe (tiny) |") == 15
+    text = (tmp_path / "report.md").read_text()
+    assert text.count("## olmoe (tiny), ") == 3
+    assert all(text.count(f"| {mode} |") == 3 for mode in MODES)
     assert "gives up" in text
 
 
@@ -113,7 +114,7 @@ def test_a_sweep_with_a_failing_job_finishes_the_others_and_fails(tmp_path):
     assert done.returncode != 0
     assert (tmp_path / "sweep/1/result.json").exists()
     assert not (tmp_path / "sweep/0/result.json").exists()
-    assert "sweep/0: no result (exit code 2)" in (tmp_path / "sweep/summary.md").read_text()
+    assert "| 2 | " in (tmp_path / "sweep/report.md").read_text()
     assert "empty" in (tmp_path / "sweep/0/error.txt").read_text()
 
 

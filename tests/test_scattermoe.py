@@ -71,8 +71,9 @@ def test_extreme_routings_are_as_near_to_the_exact_result_as_eager(interpreted: 
     assert max(ours.values()) < 5e-6
 
 
-def test_ids_of_other_ranks_contribute_nothing(interpreted: dict[str, Any]) -> None:
-    found = interpreted["other_ranks"]
+@pytest.mark.parametrize("ids", ["other_ranks", "negative_ids"])
+def test_ids_of_no_expert_here_contribute_nothing(interpreted: dict[str, Any], ids: str) -> None:
+    found = interpreted[ids]
     assert {name: error for name, error in found["errors"].items() if error > 1e-6} == {}
     assert found["lonely"] == 0
 
@@ -104,7 +105,18 @@ def test_backward_computes_only_what_is_asked_for(interpreted: dict[str, Any]) -
 
 
 def test_checkpointing_changes_no_bit(interpreted: dict[str, Any]) -> None:
-    assert interpreted["checkpointed"] == []
+    assert interpreted["checkpointed"] == {"False": [], "True": []}
+
+
+@pytest.mark.parametrize("part", ["up", "down"])
+def test_a_second_derivative_is_refused_by_name(interpreted: dict[str, Any], part: str) -> None:
+    for word in ["scattermoe", "no second derivative", "create_graph=True", "backend='grouped_mm'"]:
+        assert word in interpreted["second_derivative"][part]
+
+
+def test_transforms_of_torch_func_are_refused_by_name(interpreted: dict[str, Any]) -> None:
+    for word in ["backend='scattermoe'", "torch.func", "backend='grouped_mm'"]:
+        assert word in interpreted["functorch"]
 
 
 def test_forward_keeps_the_input_the_first_product_and_the_routing_weights_only(interpreted: dict[str, Any]) -> None:

@@ -68,10 +68,31 @@ def test_an_ampere_gpu_is_named_with_its_capability(monkeypatch):
 
 def test_a_hopper_gpu_without_packages_is_told_of_them_alone(monkeypatch):
     gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr("platform.python_version", lambda: "3.12.1")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     reason = sonicmoe.missing(torch.device("cuda"))
     assert reason is not None
     assert "GPU" not in reason
     assert "pip install sonic-moe" in reason
+    assert 'pip install "lightning-sonar[sonicmoe]"' in reason
+
+
+@pytest.mark.parametrize(
+    ("python", "version", "named"),
+    [
+        ("3.11.9", "2.9.1", "Python >=3.12 (this is 3.11.9)"),
+        ("3.12.1", "2.13.0+cu130", "torch <=2.9.1,>=2.7.1 (this is 2.13.0+cu130)"),
+        ("3.11.9", "2.13.0", "Python >=3.12 (this is 3.11.9) and torch <=2.9.1,>=2.7.1 (this is 2.13.0)"),
+    ],
+)
+def test_where_pip_would_refuse_the_package_the_reason_is_named_and_no_command(monkeypatch, python, version, named):
+    gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr("platform.python_version", lambda: python)
+    monkeypatch.setattr(torch, "__version__", version)
+    reason = sonicmoe.missing(torch.device("cuda"))
+    assert reason is not None
+    assert f"the package sonic-moe, which up to 0.1.2.post1 wants {named}, or, for transformers' own route" in reason
+    assert "pip install sonic-moe" not in reason
     assert 'pip install "lightning-sonar[sonicmoe]"' in reason
 
 

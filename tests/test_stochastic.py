@@ -369,10 +369,35 @@ def test_a_group_chooses_for_itself() -> None:
     assert_same(params[1:], others[1:])
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63])
-def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None, "7"])
+@pytest.mark.parametrize("where", ["constructor", "group", "live group"])
+def test_a_seed_out_of_range_is_refused(seed: Any, where: str) -> None:
+    params = make_params()
+    optimizer = FusedAdamW(params[:1], stochastic_rounding=True)
+    before = params[0].clone()
+
+    def give() -> None:
+        if where == "constructor":
+            FusedAdamW(params, stochastic_rounding=True, seed=seed)
+        elif where == "group":
+            optimizer.add_param_group({"params": params[1:], "stochastic_rounding": True, "seed": seed})
+        else:
+            optimizer.param_groups[0]["seed"] = seed
+            train(optimizer, params, range(1))
+
     with pytest.raises(ValueError, match=r"seed=.*expected a whole number from 0 to 2\*\*63 - 1"):
-        FusedAdamW(make_params(), stochastic_rounding=True, seed=seed)
+        give()
+    assert len(optimizer.param_groups) == 1
+    assert torch.equal(params[0], before)
+
+
+def test_switched_on_in_a_live_group_it_takes_the_optimizers_seed_bitwise() -> None:
+    ours, theirs = make_params(), make_params()
+    live, given = FusedAdamW(ours, seed=9), FusedAdamW(theirs, stochastic_rounding=True, seed=9)
+    live.param_groups[0]["stochastic_rounding"] = True
+    train(live, ours, range(2))
+    train(given, theirs, range(2))
+    assert_same(ours, theirs)
 
 
 # Whole training

@@ -28,6 +28,9 @@ __all__ = ["NAME", "missing", "register", "sonicmoe_experts_forward"]
 
 NAME = "sonicmoe"
 _PACKAGE = "sonic-moe"
+# What its releases up to this one declare, for a machine where none is installed that could be asked.
+_KNOWN = "0.1.2.post1"
+_KNOWN_PYTHON, _KNOWN_TORCH = SpecifierSet(">=3.12"), Requirement("torch>=2.7.1,<=2.9.1")
 _DTYPES = (torch.bfloat16, torch.float16)
 # What the kernels' epilogue computes, by the class of the module's activation. Their GELU is the tanh approximation,
 # so the exact one is not here.
@@ -228,17 +231,23 @@ def _package_missing() -> str | None:
     try:
         package = metadata.distribution(_PACKAGE)
     except metadata.PackageNotFoundError:
-        return f"the package {_PACKAGE} (pip install {_PACKAGE})"
-    lacks = []
-    python = SpecifierSet(package.metadata.json.get("requires_python", ""))
-    if not python.contains(platform.python_version(), prereleases=True):
-        lacks.append(f"Python {python} (this is {platform.python_version()})")
+        unmet = [lack for lack in (_python_missing(_KNOWN_PYTHON), _requirement_missing(_KNOWN_TORCH)) if lack]
+        if not unmet:
+            return f"the package {_PACKAGE} (pip install {_PACKAGE})"
+        # pip refuses it here, so its command would not help.
+        return f"the package {_PACKAGE}, which up to {_KNOWN} wants {' and '.join(unmet)}"
+    lacks = [_python_missing(SpecifierSet(package.metadata.json.get("requires_python", "")))]
     for line in package.requires or ():
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             lacks.append(_requirement_missing(requirement))
     named = [lack for lack in lacks if lack is not None]
     return f"what {_PACKAGE} {package.version} declares: {', '.join(named)}" if named else None
+
+
+def _python_missing(wanted: SpecifierSet) -> str | None:
+    found = platform.python_version()
+    return None if wanted.contains(found, prereleases=True) else f"Python {wanted} (this is {found})"
 
 
 def _requirement_missing(requirement: Requirement) -> str | None:

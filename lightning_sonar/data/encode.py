@@ -1,14 +1,17 @@
 """From records to token ids and labels, and from those to batches of tensors."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_sonar.data.chat import ChatTemplate, has_template, special_tokens, templated
 from lightning_sonar.data.errors import DataError
-from lightning_sonar.data.records import Record
+from lightning_sonar.data.records import Record, Segment
 from lightning_sonar.data.tokenizer import single_threaded
 
 __all__ = ["IGNORED", "Example", "collate", "encode", "encode_all"]
@@ -33,50 +36,91 @@ class Example:
         return any(label != IGNORED for label in self.labels[1:])
 
 
-def encode(record: Record, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Example:
+def encode(
+    record: Record, tokenizer: PreTrainedTokenizerBase, seq_len: int, chat_template: ChatTemplate = "auto"
+) -> Example:
     """One record's tokens, cut to `seq_len`: the response and the end token after it count for the loss.
 
     If the prompt alone fills `seq_len`, no token does (`Example.learns` is False).
+
+    Args:
+        record: from `from_alpaca`, `from_messages` or plain segments.
+        tokenizer: the model's.
+        seq_len: the most tokens.
+        chat_template: ``"auto"`` writes the record in the tokenizer's chat template, if it has one; ``"none"`` in the
+            plain form with headings.
     """
-    return _encode_chunk([record], tokenizer, seq_len)[0]
+    return encode_all([record], tokenizer, seq_len, chat_template, keep=True)[0][0]
 
 
 def encode_all(
-    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, seq_len: int
+    records: Sequence[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    chat_template: ChatTemplate = "auto",
+    keep: bool = False,
 ) -> tuple[list[Example], int]:
-    """All examples that hold some of their response, and how many records were dropped for holding none."""
+    """All examples that hold some of their response, and how many records were dropped for holding none.
+
+    Args:
+        records: see `encode`, as for the other arguments.
+        tokenizer: the model's.
+        seq_len: the most tokens.
+        chat_template: ``"auto"`` or ``"none"``.
+        keep: keep those that hold none as well.
+    """
+    in_template: Sequence[tuple[Segment, ...] | None] = [None] * len(records)
+    if chat_template == "auto" and has_template(tokenizer):
+        in_template = templated(records, tokenizer)
     examples: list[Example] = []
     for start in range(0, len(records), _CHUNK):
-        chunk = _encode_chunk(records[start : start + _CHUNK], tokenizer, seq_len)
-        examples += [example for example in chunk if example.learns]
+        end = start + _CHUNK
+        chunk = _encode_chunk(records[start:end], in_template[start:end], tokenizer, seq_len)
+        examples += [example for example in chunk if keep or example.learns]
     return examples, len(records) - len(examples)
 
 
-def _encode_chunk(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> list[Example]:
+def _encode_chunk(
+    records: Sequence[Record],
+    in_template: Sequence[tuple[Segment, ...] | None],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+) -> list[Example]:
     end_id = tokenizer.eos_token_id
     if not isinstance(end_id, int):
         raise DataError("the tokenizer has no end token; set tokenizer.eos_token, which ends every response")
-    texts = [text for record in records for text, _ in record]
-    if not texts:
-        return [Example([], []) for _ in records]
     with single_threaded():
         start = _start_ids(tokenizer)
         # Segment by segment, so that no token straddles the border between prompt and response; special
         # tokens spelled out in the data are plain text, or a record could end its own response early.
-        encoded = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
-    pieces = iter(encoded["input_ids"])
+        plain = _tokenize([r for r, other in zip(records, in_template, strict=True) if other is None], tokenizer, True)
+        # The template's own special tokens are meant, and `templated` lets no data with such tokens through.
+        special = _tokenize([segments for segments in in_template if segments is not None], tokenizer, False)
+    specials = set(special_tokens(tokenizer).values())
     examples = []
-    for record in records:
-        input_ids = list(start)
-        labels = [IGNORED] * len(start)
-        for _, counts in record:
-            ids: list[int] = next(pieces)
-            if counts:
+    for record, segments in zip(records, in_template, strict=True):
+        # A template writes its own start and end.
+        input_ids = list(start) if segments is None else []
+        labels = [IGNORED] * len(input_ids)
+        for _, counts in record if segments is None else segments:
+            ids = next(plain if segments is None else special)
+            if counts and (segments is None or not specials.intersection(ids[-1:])):
                 ids = [*ids, end_id]
             input_ids += ids
             labels += ids if counts else [IGNORED] * len(ids)
         examples.append(Example(input_ids[:seq_len], labels[:seq_len]))
     return examples
+
+
+def _tokenize(
+    records: Sequence[tuple[Segment, ...]], tokenizer: PreTrainedTokenizerBase, split_special: bool
+) -> Iterator[list[int]]:
+    """The token ids of all segments of all records, in their order."""
+    texts = [text for record in records for text, _ in record]
+    if not texts:
+        return iter(())
+    found = tokenizer(texts, add_special_tokens=False, split_special_tokens=split_special, verbose=False)
+    return iter(found["input_ids"])  # type: ignore[arg-type]
 
 
 def _start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

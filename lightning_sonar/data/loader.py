@@ -13,10 +13,14 @@ from lightning_sonar.data.errors import DataError
 
 
 class Share(NamedTuple):
-    """Whose part of the data this is: ``rank`` from 0 to ``ranks - 1``."""
+    """Whose part of the data this is: ``rank`` from 0 to ``ranks - 1``.
+
+    ``parallel``: whether Lightning, too, would share the data out; it would for any parallel strategy, on one rank too.
+    """
 
     rank: int
     ranks: int
+    parallel: bool = False
 
 
 ALL = Share(0, 1)
@@ -78,7 +82,7 @@ class ShuffledBatches(Sampler[list[int]]):
 
 def share_out(loader: DataLoader[Any], dataset: Any, share: Share) -> None:
     """Keep Lightning from sharing out among the ranks what is shared out already."""
-    if share.ranks > 1:
+    if share.parallel:
         # DataLoader forbids the attribute to be set, because it would change nothing about the batches.
         vars(loader)["sampler"] = SharedOut(dataset, share)
 

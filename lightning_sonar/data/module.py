@@ -1,10 +1,13 @@
 """Instruction data as a LightningDataModule."""
 
+from __future__ import annotations
+
 import logging
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
@@ -12,11 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lightning_sonar.data.builtin import builtin_records
+from lightning_sonar.data.chat import ChatTemplate
 from lightning_sonar.data.encode import Example, collate, encode_all
 from lightning_sonar.data.errors import DataError
 from lightning_sonar.data.files import read_records
 from lightning_sonar.data.hub import load_alpaca
 from lightning_sonar.data.loader import ALL, ResumableLoader, Share, ShuffledBatches, even_batches, share_out
+from lightning_sonar.data.packing import Row, collate_packed, pack
 from lightning_sonar.data.records import Record
 from lightning_sonar.data.tokenizer import cached_tokenizer
 
@@ -55,9 +60,12 @@ class InstructionData(LightningDataModule):
         num_workers: processes that collate batches.
         cache_dir: where records and tokenizer are kept; None is the user's cache folder.
         max_records: use only the first so many records.
+        packing: put as many short training examples into a row of `seq_len` tokens as it holds, none of which sees
+            another. `batch_size` then counts rows. Held-out examples keep a row each, so that their loss compares.
+        chat_template: `auto` writes records in the tokenizer's chat template, if it has one; `none` in a plain form.
 
-    After `setup`: `tokenizer`, `vocab_size`, `train_set`, `heldout_set`, and how many records were too long
-    for `seq_len`, `train_dropped` and `heldout_dropped`.
+    After `setup`: `tokenizer`, `vocab_size`, `train_set`, `train_rows`, `heldout_set`, and how many records were too
+    long for `seq_len`, `train_dropped` and `heldout_dropped`.
     """
 
     def __init__(
@@ -75,6 +83,8 @@ class InstructionData(LightningDataModule):
         num_workers: int = 0,
         cache_dir: str | None = None,
         max_records: int | None = None,
+        packing: bool = False,
+        chat_template: ChatTemplate = "auto",
     ) -> None:
         super().__init__()
         if source not in SOURCES:
@@ -83,6 +93,10 @@ class InstructionData(LightningDataModule):
             raise DataError("source='json' needs path: a local .json, .jsonl or .parquet file")
         if source != "json" and path:
             raise DataError(f"path={path!r} is read only with source='json', but source={source!r}")
+        if chat_template not in get_args(ChatTemplate):
+            raise DataError(f"chat_template={chat_template!r}: expected one of {', '.join(get_args(ChatTemplate))}")
+        if not isinstance(packing, bool):
+            raise DataError(f"packing={packing!r}: expected true or false")
         for name, value, least in (
             ("seq_len", seq_len, 2),
             ("batch_size", batch_size, 1),
@@ -104,6 +118,8 @@ class InstructionData(LightningDataModule):
         self.num_workers = num_workers
         self.cache_dir = cache_dir
         self.max_records = max_records
+        self.packing = packing
+        self.chat_template: ChatTemplate = chat_template
         self.train_dropped = 0
         self.heldout_dropped = 0
         self._given_tokenizer = tokenizer
@@ -111,6 +127,7 @@ class InstructionData(LightningDataModule):
         self._records: list[Record] | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._train_set: list[Example] | None = None
+        self._train_rows: list[Row] | None = None
         self._heldout_set: list[Example] | None = None
 
     @property
@@ -127,6 +144,11 @@ class InstructionData(LightningDataModule):
     def train_set(self) -> list[Example]:
         """The examples to train on, in the order of the data."""
         return _after_setup(self._train_set, "train_set")
+
+    @property
+    def train_rows(self) -> list[Row]:
+        """The rows that training batches are made of: with `packing` several examples each, otherwise one."""
+        return _after_setup(self._train_rows, "train_rows")
 
     @property
     def heldout_set(self) -> list[Example]:
@@ -147,8 +169,8 @@ class InstructionData(LightningDataModule):
         if tokenizer is None:
             texts = [text for record in training for text, _ in record]
             tokenizer = cached_tokenizer(texts, self._most_tokens, self.cache_dir)
-        heldout_set, heldout_dropped = encode_all(heldout, tokenizer, self.seq_len)
-        encoded, train_dropped = encode_all(training, tokenizer, self.seq_len)
+        heldout_set, heldout_dropped = encode_all(heldout, tokenizer, self.seq_len, self.chat_template)
+        encoded, train_dropped = encode_all(training, tokenizer, self.seq_len, self.chat_template)
         # Records that differ only beyond seq_len are copies of one another by now.
         unseen = {tuple(example.input_ids) for example in heldout_set}
         train_set = [example for example in encoded if tuple(example.input_ids) not in unseen]
@@ -158,28 +180,40 @@ class InstructionData(LightningDataModule):
         )
         if not heldout_set:
             raise DataError(f"no held-out example is left ({counts}): use a larger seq_len or more data")
-        if len(train_set) < self.batch_size:
+        rows = pack(train_set, self.seq_len) if self.packing else [(example,) for example in train_set]
+        if len(rows) < self.batch_size:
+            packed = f", packed into {len(rows)} rows" if self.packing else ""
             raise DataError(
-                f"batch_size={self.batch_size}, but only {len(train_set)} training examples are left "
+                f"batch_size={self.batch_size}, but only {len(train_set)} training examples are left{packed} "
                 f"({counts}, copies of held-out ones removed): use a smaller batch_size, a larger seq_len "
                 "or more data"
             )
         # A few long prompts are normal; losing a tenth of the data is worth a line.
         level = logging.WARNING if train_dropped > len(training) // 10 else logging.INFO
         _log.log(level, "%s data: %s; %d training examples", self.source, counts, len(train_set))
+        if self.packing:
+            tokens = sum(len(example.input_ids) for example in train_set)
+            full = tokens / (len(rows) * self.seq_len)
+            _log.info(
+                "%d examples packed into %d rows, which they fill to %.0f%%", len(train_set), len(rows), full * 100
+            )
         self._tokenizer, self._train_set, self._heldout_set = tokenizer, train_set, heldout_set
+        self._train_rows = rows
         self.train_dropped, self.heldout_dropped = train_dropped, heldout_dropped
         self._records = None  # encoded now; the texts need not stay in memory
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Training batches in an order that `seed` decides, all of them full; resumable in the middle of an epoch."""
         share = self._share()
-        batches = ShuffledBatches(len(self.train_set), self.batch_size, self.seed, share)
+        batches = ShuffledBatches(len(self.train_rows), self.batch_size, self.seed, share)
         if not len(batches):
+            what = f"rows of {len(self.train_set)} training examples" if self.packing else "training examples"
             raise DataError(
-                f"batch_size={self.batch_size} on {share.ranks} ranks, but only {len(self.train_set)} training "
-                "examples: use fewer ranks, a smaller batch_size or more data"
+                f"batch_size={self.batch_size} on {share.ranks} ranks, but only {len(self.train_rows)} {what}: use "
+                "fewer ranks, a smaller batch_size or more data"
             )
+        if self.packing:
+            return ResumableLoader(self.train_rows, batches, **self._loading(collate_packed))
         return ResumableLoader(self.train_set, batches, **self._loading())
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -189,22 +223,23 @@ class InstructionData(LightningDataModule):
         if share.ranks > 1:
             batches = even_batches(len(self.heldout_set), self.eval_batch_size, share)
             loader = DataLoader(heldout, batch_sampler=batches, **self._loading())
-            share_out(loader, heldout, share)
-            return loader
-        return DataLoader(heldout, batch_size=self.eval_batch_size, shuffle=False, **self._loading())
+        else:
+            loader = DataLoader(heldout, batch_size=self.eval_batch_size, shuffle=False, **self._loading())
+        share_out(loader, heldout, share)
+        return loader
 
     def _share(self) -> Share:
         found = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return Share(found["rank"], found["num_replicas"]) if found else ALL
+        return Share(found["rank"], found["num_replicas"], parallel=True) if found else ALL
 
-    def _loading(self) -> dict[str, Any]:
+    def _loading(self, join: Callable[..., dict[str, Tensor]] = collate) -> dict[str, Any]:
         pad_id = self.tokenizer.pad_token_id
         if not isinstance(pad_id, int):  # padding is masked everywhere, so any token will do
             pad_id = 0
         return {
             "num_workers": self.num_workers,
             "persistent_workers": self.num_workers > 0,
-            "collate_fn": partial(collate, pad_id=pad_id, pad_to=self.seq_len if self.pad_to_seq_len else None),
+            "collate_fn": partial(join, pad_id=pad_id, pad_to=self.seq_len if self.pad_to_seq_len else None),
         }
 
     def _load(self) -> list[Record]:

@@ -1,16 +1,43 @@
 """The one internal form of a record: text segments, each marked as counting for the loss or not."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_sonar.data.errors import DataError
 
-__all__ = ["Record", "Segment", "from_alpaca", "from_messages"]
+__all__ = ["Chat", "Record", "Segment", "Turn", "from_alpaca", "from_messages"]
 
 Segment = tuple[str, bool]
 """A text and whether its tokens count for the loss."""
 
 Record = tuple[Segment, ...]
+
+Turn = tuple[str, str]
+"""A speaker's role (user, assistant, system, ...) and what it says."""
+
+
+class Chat(tuple[Segment, ...]):
+    """A record that knows its messages, for tokenizers with a chat template of their own.
+
+    As a tuple it is the record in the plain form: equal to, and hashed as, any record of the same segments.
+
+    Args:
+        segments: the plain form.
+        turns: the messages, of which the last one is the assistant's.
+    """
+
+    turns: tuple[Turn, ...]
+
+    def __new__(cls, segments: Iterable[Segment], turns: Iterable[Turn]) -> Chat:
+        made = super().__new__(cls, segments)
+        made.turns = tuple(turns)
+        return made
+
+    def __getnewargs__(self) -> tuple[tuple[Segment, ...], tuple[Turn, ...]]:  # type: ignore[override]
+        return tuple(self), self.turns
+
 
 _RESPONSE = "### Response:\n"
 _HEADINGS = {"user": "### Instruction:\n", "assistant": _RESPONSE, "system": "### System:\n"}
@@ -31,7 +58,8 @@ def from_alpaca(instruction: str, input: str | None, output: str) -> Record:
     prompt = f"### Instruction:\n{instruction}\n\n"
     if input:
         prompt += f"### Input:\n{input}\n\n"
-    return (prompt + _RESPONSE, False), (output, True)
+    question = f"{instruction}\n\n{input}" if input else instruction
+    return Chat(((prompt + _RESPONSE, False), (output, True)), (("user", question), ("assistant", output)))
 
 
 def from_messages(messages: Sequence[Mapping[str, Any]]) -> Record:
@@ -57,7 +85,7 @@ def from_messages(messages: Sequence[Mapping[str, Any]]) -> Record:
             pending = "\n\n"
         else:
             pending += f"{content}\n\n"
-    return tuple(segments)
+    return Chat(segments, turns)
 
 
 def _turn(message: Any, number: int) -> tuple[str, str]:

@@ -17,11 +17,11 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k
 _UNITS |= {"gib": GIB, "tib": 1 << 40, "g": GIB}
 
 
-def parse_bytes(text: str | int | float) -> int:
+def parse_bytes(text: str | int | float, least: int = 1) -> int:
     """``"24GiB"``, ``"24GB"`` or a plain number of bytes, as bytes. GiB is 2**30 bytes, GB is 10**9.
 
     Raises:
-        ValueError: for anything else, or less than one byte.
+        ValueError: for anything else, or less than ``least`` bytes.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].lower() not in _UNITS:
@@ -29,7 +29,7 @@ def parse_bytes(text: str | int | float) -> int:
     if isinstance(text, str) and not match[2] and float(match[1]):
         raise ValueError(f"{text!r} is not an amount of memory: it has no unit; expected one such as 24GiB or 24GB.")
     nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
-    if nbytes < 1:
+    if nbytes < least:
         raise ValueError(f"{text!r} is not an amount of memory; expected more than nothing.")
     return nbytes
 

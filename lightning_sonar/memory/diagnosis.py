@@ -31,7 +31,7 @@ def diagnose(
     step: int = 0,
     accumulating: bool = False,
     ledger: Ledger | None = None,
-    process_bytes: int = 0,
+    resident_bytes: int = 0,
 ) -> OutOfMemory:
     """What there was and what would have fitted; call it while the exception's frames are still alive.
 
@@ -48,7 +48,7 @@ def diagnose(
         step: which optimizer step of the fit it was.
         accumulating: whether gradients are summed over several backwards.
         ledger: the book of the step under watch, if it was watched.
-        process_bytes: `process_memory` before the first step; used on a CPU without a ledger.
+        resident_bytes: `resident_memory` when the step began; used on a CPU without a ledger.
     """
     text = str(error)
     parameters = [p for p in module.parameters() if _is_on(p, device)]
@@ -75,6 +75,8 @@ def diagnose(
         asked_gradient = phase == "backward" and any(abs(size - asked[0]) <= margin for size in waiting)
         # A gradient that was to come counts among the gradients.
         added = 0 if asked_gradient else asked[0]
+    # When the step began there were no activations and, but for plain Lightning, no gradients.
+    process = resident_bytes - known.parameters - known.optimizer_state
     needs = Needs(
         parameters=alive.parameters,
         states=in_the_end,
@@ -83,7 +85,7 @@ def diagnose(
         largest_expert_gradient=max(map(tensor_bytes, of_experts), default=0),
         largest_dense_gradient=max(map(tensor_bytes, dense), default=0),
         rest=alive.rest + added,
-        process=min(process_bytes, alive.rest) if source == FROM_PROCESS else 0,
+        process=max(0, min(process, alive.rest)) if source == FROM_PROCESS else 0,
     )
     return failure(
         error,
@@ -100,12 +102,9 @@ def diagnose(
     )
 
 
-def process_memory(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
-    """Resident bytes of this process that are neither parameters nor optimizer state; 0 on anything but a CPU."""
-    if device.type != "cpu":
-        return 0
-    counted = storage_bytes(module.parameters()) + _states(optimizers, device)[0]
-    return max(0, psutil.Process().memory_info().rss - counted)
+def resident_memory(device: torch.device) -> int:
+    """Resident bytes of this process; 0 on anything but a CPU."""
+    return psutil.Process().memory_info().rss if device.type == "cpu" else 0
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -29,7 +29,7 @@ def explain(
     phase: str,
     step: int,
     ledger: Ledger | None,
-    process_bytes: int,
+    resident_bytes: int,
 ) -> OutOfMemory:
     """Diagnose the failure and leave the message as a note on the exception, which stays what it is.
 
@@ -42,7 +42,7 @@ def explain(
         phase: see `OutOfMemory`.
         step: see `OutOfMemory`.
         ledger: the book of the step, if it was watched.
-        process_bytes: see `diagnose`.
+        resident_bytes: see `diagnose`.
     """
     strategy, rank = trainer.strategy, trainer.global_rank
     engine = getattr(strategy, "in_backward", None)
@@ -57,7 +57,7 @@ def explain(
         step=step,
         accumulating=max(trainer.accumulate_grad_batches, getattr(strategy, "microbatches", 1)) > 1,
         ledger=ledger,
-        process_bytes=process_bytes,
+        resident_bytes=resident_bytes,
     )
     if advise is not None:
         try:

@@ -73,6 +73,8 @@ class Ledger:
         self._levels: list[int] = []  # live bytes after each event that has been read so far
         self._origin = time.perf_counter()
         self._frozen: float | None = None
+        self.host: Ledger | None = None
+        """The book of storages in host memory, if there were any: they are in none of this book's figures."""
 
     # -- writing: may happen in any thread ---------------------------------------------------------------
 
@@ -189,6 +191,11 @@ class Ledger:
     def peak_bytes(self) -> int:
         """Most bytes alive at once."""
         return max(self.levels, default=0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes of host memory alive at once, beside the device's."""
+        return 0 if self.host is None else self.host.peak_bytes
 
     @property
     def peak_event(self) -> int:

@@ -91,7 +91,7 @@ class Needs:
         largest_expert_gradient: the largest among the first.
         largest_dense_gradient: the largest among the second.
         rest: all that was alive beside these when memory ran out, what was asked for included.
-        process: the part of ``rest`` that was there before the first step, which no batch size changes.
+        process: the part of ``rest`` that was there before the step, which no batch size changes.
     """
 
     parameters: int
@@ -172,15 +172,13 @@ def options(
     else:
         found += _smaller_batch(needs, capacity, now, modes)
         lacks, most = now - capacity, needs.activations
-        found.append(
-            Option(
-                "activation checkpointing",
-                None,
-                None if most >= lacks else False,
-                f"reduces activations, by how much is not known here; {size_text(lacks)} would have to go, and "
-                f"activations are {size_text(most)} at most",
-            )
-        )
+        rest = f"{size_text(lacks)} would have to go, and activations are {size_text(most)} at most"
+        for change, what in (
+            ("cross-entropy in chunks (model.loss=chunked, LanguageModel(loss='chunked'))", "never holds all logits"),
+            ("activation checkpointing (model.checkpointing=true)", "keeps the inputs of the layers only"),
+        ):
+            note = f"{what}; how much that takes off is not known here: {rest}"
+            found.append(Option(change, None, None if most >= lacks else False, note))
     # The sort is stable, so what gives up least stays first among equals.
     return sorted(found, key=lambda option: {True: 0, None: 1, False: 2}[option.fits])
 
@@ -242,6 +240,7 @@ class OutOfMemory:
         needed_by_mode: bytes that a step needs in each named mode.
         needed_bytes: the same for the mode of the run.
         options: what would have fitted, best first.
+        process_bytes: the part of ``capacity_bytes`` that this process takes beside tensors, where that is in it.
         advice: what ``MemoryProfiler(advise=...)`` says, which stands before the options.
     """
 
@@ -257,11 +256,17 @@ class OutOfMemory:
     needed_by_mode: dict[str, int]
     needed_bytes: int
     options: list[Option]
+    process_bytes: int = 0
     advice: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain dictionaries, lists and numbers, with the message."""
         return dataclasses.asdict(self) | {"message": self.message}
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether memory ran out in forward: more activations were still to come, and no one counted them."""
+        return self.phase == "forward"
 
     @property
     def message(self) -> str:
@@ -277,18 +282,19 @@ class OutOfMemory:
             f"  alive      {size_text(alive.total)}: parameters {size_text(alive.parameters)}, optimizer state "
             f"{size_text(alive.optimizer_state)}, expert gradients {size_text(alive.expert_gradients)}, dense "
             f"gradients {size_text(alive.dense_gradients)}, rest {size_text(alive.rest)} ({alive.rest_source})",
-            f"  a step     needs {size_text(self.needed_bytes)} as it is set",
+            f"  a step     needs {'at least ' if self.unfinished else ''}{size_text(self.needed_bytes)} as it is set",
         ]
         if self.advice:
-            lines += ["What would have fitted, as planned:", *(f"  {line}" for line in self.advice)]
-        lines.append(
-            "What would have fitted, best first, by arithmetic (parameters, states, the gradients that a mode keeps, "
-            "and the rest as it was):"
-        )
+            lines.append("What would have fitted, cheapest first, by the plan of each (a simulated step):")
+            lines += [f"  {line}" for line in self.advice]
+        sums = "parameters, states, the gradients that a mode keeps, and the rest as it was"
+        verb = "may have" if self.unfinished else "would have"
+        lines.append(f"What {verb} fitted, best first, by arithmetic ({sums}):")
         lines += [f"  {index}. {self._line(option)}" for index, option in enumerate(self.options, 1)]
-        if self.phase == "forward":
+        if self.unfinished:
             lines.append(
-                "  It ran out in forward, before the rest was complete: these needs are the least there can be."
+                "  It ran out in forward, before all activations were there: these needs are the least there can be. "
+                "What a whole step needs, says plan_memory(...)."
             )
         return "\n".join(lines)
 
@@ -297,9 +303,10 @@ class OutOfMemory:
         if option.needed_bytes is not None:
             spare = self.capacity_bytes - option.needed_bytes
             verdict = f"{size_text(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
-            parts.append(f"needs {size_text(option.needed_bytes)}, {verdict};")
-        # Memory ran out before the step was at its peak: what fits beside what was alive may still not fit the step.
-        parts.append({True: "fits what was alive", False: "does not fit", None: "may fit"}[option.fits])
+            least = "at least " if self.unfinished else ""
+            parts.append(f"needs {least}{size_text(option.needed_bytes)}, {verdict};")
+        fits = "may fit" if self.unfinished else "fits"
+        parts.append({True: fits, False: "does not fit", None: "may fit"}[option.fits])
         return " ".join(parts) + (f"; {option.note}" if option.note else "")
 
 
@@ -330,5 +337,6 @@ def failure(
         alive=alive,
         needed_by_mode={name: needs.of(other, accumulating) for name, other in MODES.items()},
         needed_bytes=needs.of(mode or MODES["standard"], accumulating),
+        process_bytes=needs.process,
         options=options(needs, capacity=capacity, mode=mode, accumulating=accumulating, cuda=device.startswith("cuda")),
     )

@@ -21,6 +21,8 @@ from lightning_sonar.experts import NoExpertsError, find_expert_tensors
 from lightning_sonar.language_model import LanguageModel, Loss, OptimizerFactory
 from lightning_sonar.memory.backend_models import MODELLED, use_model_of
 from lightning_sonar.memory.ledger import OTHER, Ledger
+from lightning_sonar.memory.optimizer_models import is_modelled, label_of, note_of, with_models
+from lightning_sonar.memory.plan_checks import check_arguments
 from lightning_sonar.memory.report import (
     DENSE_GRADIENTS,
     EXPERT_GRADIENTS,
@@ -53,7 +55,7 @@ class MemoryPlan:
         size: ``tiny``, ``full``, or ``""`` for a module of the caller's.
         mode: name of the mode.
         backend: the expert kernel; ends in ``(model)`` where its allocations are modelled.
-        optimizer: class of the optimizer.
+        optimizer: class of the optimizer; ends in ``(model)`` where what it allocates is modelled.
         batch_size: sequences in a microbatch.
         seq_len: tokens in a sequence.
         checkpointing: whether decoder layers are checkpointed.
@@ -77,6 +79,9 @@ class MemoryPlan:
             the phase (forward 0, backward 1, clip 2, step and after it 3) plus the share of its events that have
             happened.
         notes: what is modelled.
+        accumulation: how gradients of several microbatches are summed; see `release_in_backward`.
+        expert_state_device: ``"cpu"`` if states of expert tensors are kept in host memory.
+        host_bytes: most bytes alive at once in host memory, in none of the other figures.
     """
 
     model: str
@@ -103,6 +108,9 @@ class MemoryPlan:
     largest_unit_bytes: int
     curve: dict[str, list[float]] = field(repr=False)
     notes: tuple[str, ...] = ()
+    accumulation: str = "exact"
+    expert_state_device: str | None = None
+    host_bytes: int = 0
 
     def per_rank_bytes(self, ranks: int) -> int:
         """Peak of each of ``ranks`` ranks under FSDP2, by arithmetic on this plan: an estimate, not a simulation.
@@ -182,19 +190,26 @@ def plan_memory(
         takes and gives back inside one operation is not seen.
 
     Raises:
-        ValueError: for a precision, model or mode that does not exist.
+        TypeError: for a module in place of a function that makes one.
+        ValueError: for a precision, model or mode that does not exist, or a number below 1.
+        RuntimeError: if the step reads values for which there is no stand-in; see `stand_ins`.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}.")
-    if callable(model):
-        _refuse_unused(batch, backend=backend, optimizer=optimizer, checkpointing=checkpointing, loss=loss)
-    resolved = strategy().mode if strategy is not None else resolve_mode(mode)
+    check_arguments(
+        model,
+        batch,
+        {"batch_size": batch_size, "seq_len": seq_len, "accumulate_grad_batches": accumulate_grad_batches},
+        {"backend": backend, "optimizer": optimizer, "checkpointing": checkpointing, "loss": loss},
+    )
+    made = SonarMoEStrategy(mode=resolve_mode(mode)) if strategy is None else strategy()
+    resolved = made.mode
     notes: list[str] = []
     label = backend
     if backend in MODELLED:
         label = use_model_of(backend)
         notes.append(f"backend {backend} is modelled by what its forward and backward allocate")
-    make_optimizer = optimizer or functools.partial(FusedAdamW, lr=1e-5)
+    make_optimizer = with_models(optimizer or functools.partial(FusedAdamW, lr=1e-5))
     found: dict[str, Any] = {}
 
     def build() -> pl.LightningModule:
@@ -220,7 +235,7 @@ def plan_memory(
     ledger = simulate_step(
         build,
         lambda: _fake(batch) if batch is not None else language_batch(batch_size, seq_len, padding),
-        strategy=strategy() if strategy is not None else SonarMoEStrategy(mode=resolved),
+        strategy=made,
         rounding=rounding,
         num_experts=lambda module: found["number"],
         gradient_clip_val=gradient_clip_val if resolved.clip != "none" else None,
@@ -253,23 +268,10 @@ def plan_memory(
         largest_unit_bytes=found["unit"],
         curve=_curve(ledger, report),
         notes=(*notes, *([found["note"]] if "note" in found else [])),
+        accumulation=made.accumulation,
+        expert_state_device=made.expert_state_device,
+        host_bytes=report.host_bytes,
     )
-
-
-def _refuse_unused(batch: Any, **given: Any) -> None:
-    """What a module of the caller's decides itself cannot be asked for here.
-
-    Raises:
-        ValueError: naming it, or the batch that is missing.
-    """
-    if batch is None:
-        raise ValueError("plan_memory(a function, ...): a module of your own needs batch=, a batch of the true shapes.")
-    unused = {"backend": "grouped_mm", "optimizer": None, "checkpointing": False, "loss": "full"}
-    for name, default in unused.items():
-        if given[name] != default:
-            raise ValueError(
-                f"plan_memory(a function, {name}=...): your module decides that itself; set it in the module."
-            )
 
 
 def _counts(module: nn.Module) -> dict[str, int]:
@@ -344,7 +346,9 @@ def _fake(batch: Any) -> Any:
 def _noting(make: OptimizerFactory, found: dict[str, Any]) -> OptimizerFactory:
     def noting(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = make(parameters)
-        found["optimizer"] = type(optimizer).__name__
+        found["optimizer"] = label_of(optimizer)
+        if is_modelled(optimizer):
+            found["note"] = note_of(optimizer)
         group = optimizer.param_groups[0]
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             found["note"] = (

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sonar.memory.diagnosis import process_memory
+from lightning_sonar.memory.diagnosis import resident_memory
 from lightning_sonar.memory.explain import explain
 from lightning_sonar.memory.fit import expert_ids, is_compiled, longest_warmup
 from lightning_sonar.memory.out_of_memory import OutOfMemory, is_out_of_memory
@@ -120,7 +120,7 @@ class MemoryProfiler(pl.Callback):
         self._batches = 0  # batches since the last step
         self._global_step = 0
         self._every_batch = False
-        self._process_bytes = 0
+        self._resident_bytes = 0  # when the step began
 
     # -- Lightning's hooks -------------------------------------------------------------------------------
 
@@ -144,11 +144,12 @@ class MemoryProfiler(pl.Callback):
         if self._engine is not None:
             self._engine.observers.append(self)
         self._experts = expert_ids(self._engine, pl_module)
-        self._process_bytes = process_memory(pl_module, trainer.optimizers, trainer.strategy.root_device)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._batches == 0:
+            self._resident_bytes = resident_memory(trainer.strategy.root_device)
         due = self._passed >= self._warmup and self._profiled < self.steps
         if self._watch is None and due and self._batches == 0:
             self._watch = Watch(trainer, pl_module, self._experts)
@@ -336,7 +337,7 @@ class MemoryProfiler(pl.Callback):
             phase=self._phase,
             step=self._passed,
             ledger=None if watch is None else watch.tracker.ledger,
-            process_bytes=self._process_bytes,
+            resident_bytes=self._resident_bytes,
         )
 
     def _write(self, report: MemoryReport, folder: Path) -> None:

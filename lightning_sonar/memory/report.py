@@ -68,6 +68,8 @@ class MemoryReport:
         peak_expert_gradient_bytes_per_rank: the same of ``peak_expert_gradient_bytes``.
         predicted_peak_bytes: what was predicted before the run, if anything was.
         prediction_gap: ``(peak_bytes - predicted_peak_bytes) / predicted_peak_bytes``.
+        host_bytes: most bytes alive at once in host memory that training keeps beside the device's: summed gradients
+            and optimizer states. In no other figure.
     """
 
     peak_bytes: int
@@ -90,6 +92,7 @@ class MemoryReport:
     peak_expert_gradient_bytes_per_rank: list[int | None] | None = None
     predicted_peak_bytes: int | None = None
     prediction_gap: float | None = None
+    host_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dictionaries, lists and numbers."""
@@ -146,6 +149,7 @@ def report_of(
         device=device,
         source=CUDA_ALLOCATOR if allocator_peaks else TRACKER,
         profiled_step=step,
+        host_bytes=ledger.host_bytes,
         notes=list(notes or ()),
     )
 

@@ -8,7 +8,6 @@ this one.
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +17,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_sonar.experts import NoExpertsError, find_expert_tensors
 from lightning_sonar.memory.ledger import Ledger
+from lightning_sonar.memory.stand_ins import copy_fake, explained, holds, number_of, stand_in, users_line
 from lightning_sonar.memory.watch import Watch
 
 CUDA_ROUNDING = 512
@@ -33,36 +33,40 @@ aten = torch.ops.aten
 class SimulationMode(FakeTensorMode):
     """Fake tensors that answer what a training step asks of values.
 
-    A truth value read from a tensor is False, a whole number 0, any other number 1 (a count of steps is divided by).
-    Routing is uniform: every expert has tokens, each the same share.
+    A truth value read from a tensor is False (True if it says that numbers are finite), a whole number 0, any other
+    number 1; constants are what they are. Routing is uniform: every expert has tokens, each the same share. What else
+    depends on values is in `stand_ins`.
 
     Args:
         num_experts: experts of a layer, where a model asks which have tokens, and which tokens are one expert's.
+        plans_cpu: whether the step would run on a CPU; what has a kernel of its own on a GPU asks for it.
     """
 
-    def __init__(self, num_experts: int = 1) -> None:
+    def __init__(self, num_experts: int = 1, plans_cpu: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.num_experts = num_experts
+        self.plans_cpu = plans_cpu
+        self.last_read: str | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
-        if func is aten.nonzero.default:
-            # A list of experts that have tokens: all of them, but not the place that stands for none. A table of who
-            # goes to one expert: its share.
-            mask = args[0]
-            count = mask.numel()
-            hits = min(count, self.num_experts) if mask.dim() == 1 else math.ceil(count / self.num_experts)
-            return mask.new_empty((hits, mask.dim()), dtype=torch.int64)
+            self.last_read = users_line() or self.last_read
+            return number_of(args[0])
+        answer = stand_in(func, args)
+        if answer is not None:
+            with self:
+                return answer(self.num_experts, *args, **(kwargs or {}))
         if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
             # Its fake version knows bfloat16 only; the output is laid out the same.
             narrow = [value.to(torch.bfloat16) if _is_fp32(value) else value for value in args]
             product: Any = super().__torch_dispatch__(func, types, tuple(narrow), kwargs or {})
             return product.to(torch.float32)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if isinstance(result, FakeTensor) and result.dtype == torch.bool and holds(func, args):
+            result.holds = True  # type: ignore[attr-defined]
+        return result
 
 
 def _is_fp32(value: Any) -> bool:
@@ -90,6 +94,12 @@ class _SecondStep(pl.Callback):
         self.rounding = rounding
         self.watch: Watch | None = None
         self.ended = False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # They wait for metrics of a validation that there is not, and take no memory.
+        if pl_module.automatic_optimization:
+            kept = [config for config in trainer.strategy.lr_scheduler_configs if not config.reduce_on_plateau]
+            trainer.strategy.lr_scheduler_configs = kept
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step >= 1 and not self.ended:
@@ -150,18 +160,23 @@ def simulate_step(
         The ledger of the second step, phases marked and storages labelled. Nothing was allocated.
 
     Raises:
-        RuntimeError: if the step ran no backward.
+        RuntimeError: if the step ran no backward, or reads values for which there is no stand-in.
     """
-    mode = SimulationMode()
+    mode = SimulationMode(plans_cpu=rounding == 1)
     watcher = _SecondStep(rounding)
     # A fit switches gradients on; whoever asks for a plan may have them off.
-    with _quietly(), torch.inference_mode(False), torch.enable_grad(), mode:
+    with _quietly(), _copies(), torch.inference_mode(False), torch.enable_grad(), mode:
         module = build()
         if num_experts is not None:
             mode.num_experts = num_experts(module)
         stubs = _stub(module)
         try:
             _fit(module, make_batch(), strategy, watcher, accumulate_grad_batches, trainer_options)
+        except Exception as error:
+            better = explained(error, mode.last_read)
+            if better is error:
+                raise
+            raise better from error
         finally:
             for name in stubs:
                 object.__delattr__(module, name)
@@ -181,11 +196,17 @@ def _stub(module: pl.LightningModule) -> list[str]:
     def stay(*args: Any, **kwargs: Any) -> pl.LightningModule:
         return module
 
-    def silent(*args: Any, **kwargs: Any) -> None:
-        return None
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        # Logged are single numbers; what else may read them reads them here.
+        one = value.detach() if isinstance(value, Tensor) else torch.ones(())
+        module.trainer.callback_metrics[name] = one
 
-    # Fake parameters cannot be moved. Logging copies tensors through their storage; what is logged are single numbers.
-    stubs: dict[str, Any] = {"to": stay, "cpu": stay, "cuda": stay, "log": silent, "log_dict": silent}
+    def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in dictionary.items():
+            log(name, value)
+
+    # Fake parameters cannot be moved, and Lightning's logging would average, synchronise and format what has no value.
+    stubs: dict[str, Any] = {"to": stay, "cpu": stay, "cuda": stay, "log": log, "log_dict": log_dict}
     for name, stub in stubs.items():
         object.__setattr__(module, name, stub)
     return list(stubs)
@@ -214,6 +235,17 @@ def _fit(
         **options,
     )
     trainer.fit(module, Batches(batch, 2 * accumulate_grad_batches))
+
+
+@contextmanager
+def _copies() -> Iterator[None]:
+    """Fake tensors can be deep-copied, as torchmetrics does with each state."""
+    own = FakeTensor.__deepcopy__
+    FakeTensor.__deepcopy__ = copy_fake  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.__deepcopy__ = own  # type: ignore[method-assign]
 
 
 @contextmanager

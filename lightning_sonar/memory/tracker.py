@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_sonar.host import is_host
 from lightning_sonar.memory.ledger import OTHER, Ledger, Record
 
 _running: list[StorageTracker] = []
@@ -29,6 +30,8 @@ class StorageTracker(TorchDispatchMode):
     Storages are held by weak reference, so tracking keeps nothing alive, and a storage counts once however
     many tensors view it. An address that is used again belongs to a new storage, because the old one's death
     has been written down by then. Deaths are seen while the tracker is stopped, too, and in any thread.
+    Storages in host memory (see `lightning_sonar.host`) have a book of their own, ``ledger.host``, and are in none of
+    the device's figures.
 
     What it cannot see: memory that a kernel takes and gives back inside one operation, tensors made without
     an operator (a random generator's state: 5,056 bytes for each checkpointed region on a CPU), and storages
@@ -68,7 +71,7 @@ class StorageTracker(TorchDispatchMode):
         self.device = None if device is None else torch.device(device)
         # Keyed by the storage's address. The weak reference beside the record tells whether the storage
         # at that address is still the one meant, and its callback writes down the death.
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Record]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Record, Ledger]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -187,7 +190,7 @@ class StorageTracker(TorchDispatchMode):
             storage = part.untyped_storage()
             record = self._record_of(storage)
             if record is not None:
-                self.ledger.resized(record, self._rounded(storage), str(func))
+                self._known[storage._cdata][2].resized(record, self._rounded(storage), str(func))
             elif not self._is_input(storage, args, kwargs):
                 self._register(storage, OTHER, str(func))
 
@@ -195,8 +198,7 @@ class StorageTracker(TorchDispatchMode):
         """Write a storage off now: without a tracker, what was just made would have been written into it."""
         record = self._record_of(storage)
         if record is not None:
-            del self._known[storage._cdata]
-            self.ledger.died(record)
+            self._known.pop(storage._cdata)[2].died(record)
 
     def _is_input(self, storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
         # A view of a tensor that was there before and that nobody asked us to track is not a birth.
@@ -212,6 +214,8 @@ class StorageTracker(TorchDispatchMode):
         if want is None:
             return True
         have = tensor.device
+        if have.type == "cpu" and want.type != "cpu":
+            return is_host(tensor.untyped_storage())
         return have.type == want.type and (want.index is None or have.index in (None, want.index))
 
     def _rounded(self, storage: torch.UntypedStorage) -> int:
@@ -222,8 +226,8 @@ class StorageTracker(TorchDispatchMode):
         return entry[1] if entry is not None and entry[0]() is storage else None
 
     def _register(self, storage: torch.UntypedStorage, label: str, op: str) -> None:
-        record = self.ledger.born(self._rounded(storage), label, op)
-        known, ledger, address = self._known, self.ledger, storage._cdata
+        known, ledger, address = self._known, self._book_of(storage), storage._cdata
+        record = ledger.born(self._rounded(storage), label, op)
 
         def on_death(ref: weakref.ref[torch.UntypedStorage]) -> None:
             # Runs before the memory is given back, so the address cannot have a new owner yet.
@@ -232,7 +236,27 @@ class StorageTracker(TorchDispatchMode):
                 del known[address]
             ledger.died(record)
 
-        known[address] = (weakref.ref(storage, on_death), record)
+        known[address] = (weakref.ref(storage, on_death), record, ledger)
+
+    def _book_of(self, storage: torch.UntypedStorage) -> Ledger:
+        if not is_host(storage):
+            return self.ledger
+        if self.ledger.host is None:
+            self.ledger.host = Ledger()
+        return self.ledger.host
+
+
+def note_hidden(nbytes: int, op: str, device: torch.device) -> None:
+    """Write down, in every tracker that is on, memory that is taken and given back where no dispatch mode can look.
+
+    Args:
+        nbytes: bytes that are alive at once.
+        op: what takes them.
+        device: where.
+    """
+    for tracker in _running:
+        if tracker.device is None or tracker.device.type == device.type:
+            tracker.ledger.died(tracker.ledger.born(nbytes, OTHER, op))
 
 
 def _adds_in_place(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -257,7 +281,8 @@ def _watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
     for tracker in _running:
         record = tracker._record_of(storage)
         if record is not None:
-            tracker.ledger.resized(record, tracker._rounded(storage), "UntypedStorage.resize_")
+            book = tracker._known[storage._cdata][2]
+            book.resized(record, tracker._rounded(storage), "UntypedStorage.resize_")
     return result
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_sonar.in_backward import InBackward
 from lightning_sonar.memory.report import (
     DENSE_GRADIENTS,
     EXPERT_GRADIENTS,
@@ -18,6 +19,10 @@ from lightning_sonar.memory.report import (
     report_of,
 )
 from lightning_sonar.memory.tracker import StorageTracker
+from lightning_sonar.optim.states import state_tensors
+
+HOST_SUMS = "host_sums"
+"""What the book of host memory calls gradients that are summed there."""
 
 
 class Watch:
@@ -44,6 +49,9 @@ class Watch:
         if rounding is None:
             rounding = 512 if self._cuda else 1
         self.tracker = StorageTracker(rounding=rounding, device=self._device)
+        self._engine: InBackward | None = getattr(trainer.strategy, "in_backward", None)
+        if self._engine is not None and self._engine.host_states is not None:
+            self._engine.host_states.watchers.append(self._label_copies)
 
     def begin(self, batch: Any) -> None:
         """A batch begins, and with it the forward phase."""
@@ -51,6 +59,8 @@ class Watch:
         self.tracker.track(self._module.buffers())
         self.label_gradients()
         self._label_state()
+        if self._engine is not None:
+            self.tracker.track(self._engine.host_sums, HOST_SUMS)
         self.tracker.track(_tensors_in(batch))
         self.tracker.start()
         self.mark("forward")
@@ -95,11 +105,18 @@ class Watch:
 
     def close(self) -> None:
         """Switch the tracker off for good."""
+        states = None if self._engine is None else self._engine.host_states
+        if states is not None and self._label_copies in states.watchers:
+            states.watchers.remove(self._label_copies)
+        self._engine = None
         self.tracker.close()
+
+    def _label_copies(self, copies: Iterable[Tensor]) -> None:
+        self.tracker.track(copies, OPTIMIZER_STATE)
 
     def _label_state(self) -> None:
         for optimizer in self._optimizers:
-            self.tracker.track(_tensors_in(list(optimizer.state.values())), OPTIMIZER_STATE)
+            self.tracker.track(state_tensors(optimizer), OPTIMIZER_STATE)
 
     def _read_allocator(self) -> None:
         if self._cuda:
@@ -110,7 +127,7 @@ class Watch:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a batch or an optimizer state: nested mappings, lists, tuples."""
+    """The tensors in a batch: nested mappings, lists, tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

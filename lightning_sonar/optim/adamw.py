@@ -14,10 +14,19 @@ from torch.optim.optimizer import ParamsT
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sonar.optim.step_one import Part
-from lightning_sonar.optim.stochastic import StochasticRounding, global_offset
+from lightning_sonar.optim.stochastic import StochasticRounding, checked_seed, global_offset
 from lightning_sonar.optim.update import adamw_
 
 __all__ = ["FusedAdamW"]
+
+# Arguments of torch.optim.AdamW that say how it runs, by the values that ask for nothing else than what this one does.
+_HARMLESS: dict[str, tuple[bool | None, ...]] = {
+    "amsgrad": (False,),
+    "foreach": (None, False),
+    "capturable": (False,),
+    "differentiable": (False,),
+    "fused": (None, True),
+}
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -34,7 +43,13 @@ class FusedAdamW(torch.optim.AdamW):
         betas: decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
+        amsgrad: False. This and the next four are there so that a call of AdamW can stay as it is; any value that asks
+            for something else is refused.
         maximize: ascend instead of descend.
+        foreach: None or False.
+        capturable: False.
+        differentiable: False.
+        fused: True or None.
         stochastic_rounding: round bf16 weights (not the moments) up or down at random, so that updates too small
             for bf16 are kept on average. The random bits depend on the seed, the parameter's position in the groups,
             the step and the element's place alone: runs repeat themselves, and every mode gives the same weights.
@@ -54,7 +69,8 @@ class FusedAdamW(torch.optim.AdamW):
     Raises:
         NotImplementedError: at a step with stochastic rounding, for a sharding other than along dimension 0.
         TypeError: at a step, for a sparse, complex, float16 or integer tensor.
-        ValueError: for `amsgrad=True` in a group or a loaded state dict, and for settings out of range.
+        ValueError: for `amsgrad=True` in a group or a loaded state dict, for arguments of AdamW that ask for another
+            way of running, and for settings out of range.
     """
 
     # GradScaler and Lightning take True to mean that step() unscales fp16 gradients, and Lightning then
@@ -74,14 +90,20 @@ class FusedAdamW(torch.optim.AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = True,
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"seed={seed}: expected a whole number from 0 to 2**63 - 1.")
-        self._rounding = {"stochastic_rounding": bool(stochastic_rounding), "seed": int(seed)}
+        _refuse_other_ways(
+            amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused
+        )
+        self._rounding = {"stochastic_rounding": bool(stochastic_rounding), "seed": checked_seed(seed)}
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
         self._step_supports_amp_scaling = False  # AdamW's constructor has set it
         self.found_inf = None
@@ -90,6 +112,8 @@ class FusedAdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any torch optimizer."""
+        if "seed" in param_group:
+            checked_seed(param_group["seed"])  # before anything is added
         super().add_param_group(param_group)
         self._positions = None
         self._complete(self.param_groups[-1])
@@ -127,15 +151,18 @@ class FusedAdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
-    def init_state(self) -> None:
+    def init_state(self, params: Iterable[Tensor] | None = None) -> None:
         """Create the state, zeros, of every parameter that requires a gradient and has none yet.
 
         Otherwise it appears at the first step, and only then shows in the memory used.
+
+        Args:
+            params: of these parameters only.
         """
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    self._state_of(p)
+        every = (p for group in self.param_groups for p in group["params"])
+        for p in every if params is None else params:
+            if p.requires_grad:
+                self._state_of(p)
 
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
@@ -182,11 +209,13 @@ class FusedAdamW(torch.optim.AdamW):
                     grad_scale=self.gradient_scale,
                     found_inf=self.found_inf,
                     grad_sq_sum=self.grad_sq_sum,
-                    rounding=self._rounding_of(p, group["seed"]) if stochastic else None,
+                    rounding=self._rounding_of(p, group) if stochastic else None,
                 )
         return loss
 
-    def _rounding_of(self, p: Tensor, seed: int) -> StochasticRounding:
+    def _rounding_of(self, p: Tensor, group: dict[str, Any]) -> StochasticRounding:
+        # Switched on in a live group, it has no seed there. Set there by hand, the seed has not been looked at.
+        seed = checked_seed(group.get("seed", self._rounding["seed"]))
         # A copy that steps one tensor has a group of one: only the optimizer it was made from knows the position.
         owner, whole, offset = self.part_of or (self, p, 0)
         return StochasticRounding(seed, owner._position_of(whole), offset + global_offset(p))
@@ -197,6 +226,16 @@ class FusedAdamW(torch.optim.AdamW):
             every = [tensor for group in self.param_groups for tensor in group["params"]]
             self._positions = WeakTensorKeyDictionary({tensor: index for index, tensor in enumerate(every)})
         return self._positions[p]
+
+
+def _refuse_other_ways(**arguments: bool | None) -> None:
+    for name, value in arguments.items():
+        if value not in _HARMLESS[name]:
+            expected = " or ".join(str(each) for each in _HARMLESS[name])
+            raise ValueError(
+                f"FusedAdamW({name}={value}): expected {expected}, because it is AdamW(fused=True) and nothing else. "
+                f"Leave {name} out, or use torch.optim.AdamW."
+            )
 
 
 def _refuse_amsgrad(groups: Iterable[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_sonar.optim.stochastic import StochasticRounding, round_to_bf16
 
@@ -60,6 +61,14 @@ def bias_correction(step: Tensor, beta: float) -> Tensor:
 def _scalar(value: float | Tensor) -> Tensor:
     """`value` as an fp32 scalar tensor; a Python number stays on the CPU: torch treats that as a number."""
     return value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+
+
+def _sqrt(value: Tensor) -> Tensor:
+    """The correctly rounded root of an fp32 tensor.
+
+    On CPUs torch's own may be an ulp off, in most builds for x86. A root in fp64 decides every fp32 rounding rightly.
+    """
+    return value.double().sqrt_().float() if value.device.type == "cpu" else value.sqrt()
 
 
 def squared_norm(grad: Tensor) -> Tensor:
@@ -115,7 +124,7 @@ def adamw_reference_(
     rate = _scalar(lr)
     next_step = step + 1.0
     step_size = rate / bias_correction(next_step, beta1)
-    to_unbiased = 1.0 / bias_correction(next_step, beta2).sqrt()
+    to_unbiased = 1.0 / _sqrt(bias_correction(next_step, beta2))
 
     if grad_sq_sum is not None:
         found = squared_norm(grad)
@@ -129,7 +138,7 @@ def adamw_reference_(
     p = p - (rate * _scalar(weight_decay)) * p
     m = exp_avg.float() * beta1 + g * (1.0 - beta1)
     v = exp_avg_sq.float() * beta2 + (g * g) * (1.0 - beta2)
-    p = p - (step_size * m) / (v.sqrt() * to_unbiased + eps)
+    p = p - (step_size * m) / (_sqrt(v) * to_unbiased + eps)
 
     for target, value in ((param, p), (exp_avg, m), (exp_avg_sq, v)):
         if rounding is not None and target is param and param.dtype == torch.bfloat16:
@@ -157,10 +166,12 @@ def adamw_in_chunks_(
     """
     n = param.numel()
     runs = [tensor.as_strided((n,), (1,)) for tensor in (param, grad, exp_avg, exp_avg_sq)]
-    for first in range(0, max(n, 1), CHUNK):
+    # A plan wants to know what the chunks take, and each takes the same.
+    end = min(n, CHUNK) if isinstance(param, FakeTensor) else n
+    for first in range(0, max(end, 1), CHUNK):
         count = step.clone()
         here = dataclasses.replace(rounding, offset=rounding.offset + first)
         p, g, m, v = (run[first : first + CHUNK] for run in runs)
         adamw_reference_(p, g, m, v, count, rounding=here, **settings)
-        if first + CHUNK >= n:
+        if first + CHUNK >= end:
             step.copy_(count)

@@ -30,6 +30,12 @@ class Part(NamedTuple):
     offset: int
 
 
+def owner_of(optimizer: torch.optim.Optimizer, tensor: Tensor) -> torch.optim.Optimizer:
+    """The optimizer that updates ``tensor``: of one made of several, which has ``child_of``, the child."""
+    child_of = getattr(optimizer, "child_of", None)
+    return optimizer if child_of is None else child_of(tensor)
+
+
 def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether stepping the slices of a tensor one by one equals stepping the tensor at once.
 
@@ -55,7 +61,8 @@ def step_tensor(optimizer: torch.optim.Optimizer, group: Group, tensor: Tensor, 
         tensor: the parameter to update in place, any shape, with ``.grad`` set.
         attributes: set on the stepping copy only (``found_inf``, ``gradient_scale``, ``grad_sq_sum``).
     """
-    clone = _narrowed(optimizer, group, tensor, attributes)
+    optimizer = owner_of(optimizer, tensor)
+    clone = narrowed(optimizer, group, tensor, attributes)
     clone.part_of = Part(optimizer, tensor, 0)
     clone.state = optimizer.state
     clone.step()
@@ -83,6 +90,7 @@ def step_slice(
         pending: a dict that is empty at the first slice of a step; this function keeps its books in it.
         attributes: set on the stepping copy only.
     """
+    optimizer = owner_of(optimizer, tensor)
     pending["done"] = pending.get("done", 0) + 1
     last = pending["done"] == tensor.shape[0]
     if _has_odd_tail(group, tensor):
@@ -95,7 +103,7 @@ def step_slice(
     part.grad = grad[index]
     live = optimizer.state.get(tensor) or {}
     whole: dict[str, Any] = pending.setdefault("whole", dict(live))
-    clone = _narrowed(optimizer, group, part, attributes)
+    clone = narrowed(optimizer, group, part, attributes)
     clone.part_of = Part(optimizer, tensor, index * tensor.stride(0))
     clone.state = defaultdict(dict)
     if live:
@@ -117,9 +125,15 @@ def step_slice(
         pending.clear()
 
 
-def _narrowed(optimizer: torch.optim.Optimizer, group: Group, tensor: Tensor, attributes: dict[str, Any]) -> Any:
-    """A shallow copy of ``optimizer`` whose only parameter is ``tensor``."""
-    clone = object.__new__(type(optimizer))
+def narrowed(
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    tensor: Tensor,
+    attributes: dict[str, Any],
+    kind: type[torch.optim.Optimizer] | None = None,
+) -> Any:
+    """A shallow copy of ``optimizer`` whose only parameter is ``tensor``; of the base class ``kind``, if given."""
+    clone: Any = object.__new__(kind or type(optimizer))
     # A scheduler patches `step` on the instance and users hang hooks on it: both speak of whole steps.
     clone.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     clone._optimizer_step_pre_hooks = OrderedDict()

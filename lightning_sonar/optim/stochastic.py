@@ -10,12 +10,13 @@ counter: they are the same whether a tensor is updated whole, expert by expert, 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["StochasticRounding", "global_offset", "philox", "round_to_bf16"]
+__all__ = ["StochasticRounding", "checked_seed", "global_offset", "philox", "round_to_bf16"]
 
 _WORD = 0xFFFFFFFF
 _EXPONENT = 0x7F800000
@@ -112,6 +113,21 @@ def round_to_bf16(value: Tensor, bits: Tensor) -> Tensor:
     # No carry can pass the sign: the largest finite pattern has room for 16 bits before it.
     rounded = torch.where(finite, pattern + bits.to(torch.int32), special)
     return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def checked_seed(seed: Any) -> int:
+    """`seed` as an int.
+
+    Raises:
+        ValueError: it is no whole number from 0 to 2**63 - 1.
+    """
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**63:
+        raise ValueError(f"seed={seed!r}: expected a whole number from 0 to 2**63 - 1, for stochastic rounding.")
+    return number
 
 
 def global_offset(tensor: Tensor) -> int:

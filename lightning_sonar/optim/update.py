@@ -95,7 +95,7 @@ def adamw_(
                 f"grad_sq_sum is {grad_sq_sum.dtype} of shape {tuple(grad_sq_sum.shape)} on {grad_sq_sum.device}; "
                 f"expected float32 of no dimensions on {p.device}, like torch.zeros((), device=param.device)."
             )
-    if rounding is not None and (p.dtype != torch.bfloat16 or isinstance(p, FakeTensor)):
+    if rounding is not None and (p.dtype != torch.bfloat16 or _stands_for_gpu(p)):
         rounding = None
     update = _choose_update(p, g, m, v, rounding)
     if update is not adamw_reference_ and not _same_strides(p, g):
@@ -115,6 +115,11 @@ def adamw_(
         rounding=rounding,
     )
     torch.autograd.graph.increment_version(param)
+
+
+def _stands_for_gpu(tensor: Tensor) -> bool:
+    """Whether a fake tensor stands for one on a GPU, where the kernel rounds in registers and takes no memory."""
+    return isinstance(tensor, FakeTensor) and not getattr(tensor.fake_mode, "plans_cpu", False)
 
 
 def _choose_update(

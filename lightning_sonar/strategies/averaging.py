@@ -57,7 +57,7 @@ class RankAverage:
         return self._average_arrived()
 
     def finish(self) -> list[Tensor]:
-        """End a backward: average what waits, with zeros for what this rank did not use.
+        """End a step's last backward: average what waits, and zeros for what this rank did not use.
 
         Returns:
             The tensors, in order, whose ``.grad`` is now the average.
@@ -65,7 +65,7 @@ class RankAverage:
         Raises:
             RuntimeError: if a gradient is missing and ``find_unused`` is off.
         """
-        missing = [tensor for tensor in self._tensors() if id(tensor) not in self._arrived]
+        missing = [tensor for tensor in self._tensors() if id(tensor) not in self._arrived and tensor.grad is None]
         if missing and not self.find_unused:
             names = ", ".join(self._name(tensor) for tensor in missing[:3])
             raise RuntimeError(
@@ -78,7 +78,8 @@ class RankAverage:
         order = self._tensors()
         while self._next < len(order):
             tensor = order[self._next]
-            used = id(tensor) in self._arrived
+            # One that has not arrived may hold what earlier microbatches have accumulated.
+            used = tensor.grad is not None
             if not used:
                 tensor.grad = torch.zeros_like(tensor)
             if self._average(tensor, used):

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,26 @@ class CheckpointError(ValueError):
 
 PARTIAL = ".part"
 """Ending of a file that is being written."""
+
+OLD = ".old"
+"""Ending of a folder whose place a newer one is taking."""
+
+
+def recover_folder(path: Path) -> None:
+    """Give a checkpoint folder its name back, if a process was killed while the next one took its place.
+
+    Several processes may do so at once.
+    """
+    old = path.with_name(path.name + OLD)
+    if not path.exists() and old.is_dir():
+        with suppress(FileNotFoundError):
+            old.rename(path)
+
+
+def recover_folders(folder: Path) -> None:
+    """`recover_folder` for every checkpoint in a folder."""
+    for old in folder.glob(f"*{OLD}"):
+        recover_folder(old.with_name(old.name.removesuffix(OLD)))
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -62,8 +83,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         Raises:
             FileNotFoundError: if there is none.
-            CheckpointError: if the file is truncated, or no Lightning checkpoint.
+            CheckpointError: if the file is truncated, or no Lightning checkpoint, or a folder.
         """
+        if Path(path).is_dir():
+            raise CheckpointError(
+                f"{path} is a sharded checkpoint, a folder. Resume with trainer=fsdp (SonarMoEFSDPStrategy), once with "
+                "save_distributed_checkpoint=False to get one file that every strategy reads."
+            )
         try:
             checkpoint = super().load_checkpoint(path, *args, **kwargs)
         except (EOFError, OSError, RuntimeError, pickle.UnpicklingError, KeyError) as error:

@@ -11,6 +11,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sonar.strategies.averaging import RankAverage
+from lightning_sonar.strategies.children import end_children
 from lightning_sonar.strategies.groups import OwnGroup
 from lightning_sonar.strategies.mixin import SonarMoEStrategyMixin
 
@@ -31,8 +32,8 @@ class SonarMoEDDPStrategy(SonarMoEStrategyMixin, DDPStrategy):
     Modes that update nothing inside backward are plain DDP.
 
     The arguments are those of `SonarMoEStrategyMixin` and of Lightning's ``DDPStrategy``. ``timeout`` is how long a
-    rank waits for another before it gives up. ``find_unused_parameters=True`` lets expert tensors, too, be unused on
-    some ranks.
+    rank waits for another before it gives up, at the start too, when the ranks meet. ``find_unused_parameters=True``
+    lets expert tensors, too, be unused on some ranks.
 
     Raises:
         RuntimeError: in training, if an expert tensor gets no gradient on some rank and ``find_unused_parameters`` is
@@ -98,6 +99,10 @@ class SonarMoEDDPStrategy(SonarMoEStrategyMixin, DDPStrategy):
         quiet = self.model.no_sync() if adds_up and isinstance(self.model, DistributedDataParallel) else nullcontext()
         with quiet:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        end_children(self.launcher)
 
     def teardown(self) -> None:
         super().teardown()

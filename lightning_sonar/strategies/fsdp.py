@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_sonar.modes import mode_name
-from lightning_sonar.strategies.checkpoints import PARTIAL
+from lightning_sonar.strategies.checkpoints import OLD, PARTIAL, recover_folder
+from lightning_sonar.strategies.children import end_children
 from lightning_sonar.strategies.groups import OwnGroup
 from lightning_sonar.strategies.mixin import SonarMoEStrategyMixin
 from lightning_sonar.strategies.sharding import (
@@ -27,7 +28,6 @@ from lightning_sonar.strategies.sharding import (
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_OLD = ".old"
 # FSDP2 hangs on a module's forward, which these do not have.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _UNSHARDABLE = (
@@ -60,7 +60,7 @@ class SonarMoEFSDPStrategy(SonarMoEStrategyMixin, _WithCheckpointIO):
         tensor_parallel_size: ranks that work on one batch together, for a module that shards itself.
         save_distributed_checkpoint: True: a checkpoint is a folder into which each rank writes its shard. False: one
             file, put together on rank 0, which any strategy reads. Either resumes on another number of ranks.
-        timeout: how long a rank waits for another before it gives up.
+        timeout: how long a rank waits for another before it gives up, at the start too, when the ranks meet.
 
     The other arguments are those of `SonarMoEStrategyMixin` and Lightning's ``ModelParallelStrategy``.
 
@@ -131,8 +131,9 @@ class SonarMoEFSDPStrategy(SonarMoEStrategyMixin, _WithCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         # A folder cannot be replaced in one go, but it can be complete before it gets its name.
-        partial, old = (path.with_name(path.name + ending) for ending in (PARTIAL, _OLD))
+        partial, old = (path.with_name(path.name + ending) for ending in (PARTIAL, OLD))
         if self.is_global_zero:
+            recover_folder(path)  # else the only complete one would be removed below
             shutil.rmtree(partial, ignore_errors=True)
         self.barrier()
         super().save_checkpoint(checkpoint, partial, storage_options)
@@ -147,11 +148,19 @@ class SonarMoEFSDPStrategy(SonarMoEStrategyMixin, _WithCheckpointIO):
             shutil.rmtree(old, ignore_errors=True)
         self.barrier()
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(*args, **kwargs)
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        if self.is_global_zero:
+            recover_folder(path)
+        self.barrier()
+        checkpoint = super().load_checkpoint(path, *args, **kwargs)
         if self.in_backward is not None:  # Lightning loads into a model that is sharded and set up
             self.in_backward.load_state_dict(self._resumed)
         return checkpoint
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        end_children(self.launcher)
 
     def teardown(self) -> None:
         super().teardown()

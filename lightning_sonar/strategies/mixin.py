@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from lightning_sonar.clipping import ClipAlgorithm, check_clip
@@ -16,8 +17,9 @@ from lightning_sonar.expert_clip import check_accumulation
 from lightning_sonar.experts import ExpertTensors, NoExpertsError, find_expert_tensors
 from lightning_sonar.in_backward import Accumulation, InBackward
 from lightning_sonar.modes import ExpertClip, Mode, resolve_mode
-from lightning_sonar.nonfinite import Check, OnNonfinite
-from lightning_sonar.optim.adamw import FusedAdamW
+from lightning_sonar.nonfinite import Check, OnNonfinite, check_nonfinite
+from lightning_sonar.optim.offload import check_state_device
+from lightning_sonar.optim.states import make_states
 from lightning_sonar.release import release_in_backward
 from lightning_sonar.strategies.checkpoints import AtomicCheckpointIO, refuse_in_mid_step
 
@@ -47,11 +49,15 @@ class SonarMoEStrategyMixin(_Base):
         on_nonfinite: see `release_in_backward`.
         check: see `release_in_backward`.
         log_grad_norm: log the true norms of expert and dense gradients before clipping, as ``grad_norm/experts``,
-            ``grad_norm/dense`` and ``grad_norm/total``. Reads each gradient once more.
+            ``grad_norm/dense`` and ``grad_norm/total``: in every step, or with a number in every so-many-th. Reads
+            each gradient once more in these steps.
+        expert_state_device: see `release_in_backward`. Checkpoints are ordinary. After a fit the optimizer's states of
+            expert tensors are in ordinary host memory.
 
     Attributes:
         in_backward: the handle of the fit under way, or None.
         last_norm: the norm that the last clip measured, 0-dim, or None.
+        grad_norms: with ``log_grad_norm``, the norms last measured; see `InBackward.grad_norms`.
         skipped_steps: after a fit, how many of its steps updated nothing because their loss was not finite.
         skipped_tensors: after a fit, how many updates of one tensor ``check="gradient"`` left out.
         microbatches: the Trainer's ``accumulate_grad_batches``, which `SonarMoEMixin.sonar_step` applies.
@@ -66,7 +72,8 @@ class SonarMoEStrategyMixin(_Base):
         accumulation: Accumulation = "exact",
         on_nonfinite: OnNonfinite = "skip",
         check: Check = "loss",
-        log_grad_norm: bool = False,
+        log_grad_norm: bool | int = False,
+        expert_state_device: Literal["cpu"] | None = None,
         **kwargs: Any,
     ) -> None:
         # Lightning's own writer builds the file in memory first.
@@ -74,6 +81,9 @@ class SonarMoEStrategyMixin(_Base):
         super().__init__(*args, **kwargs)
         self.mode = resolve_mode(mode, expert_clip)
         check_accumulation(self.mode, accumulation)
+        check_state_device(self.mode, expert_state_device)
+        check_nonfinite(on_nonfinite, check)
+        self.expert_state_device: Literal["cpu"] | None = expert_state_device
         self.experts = experts
         self.accumulation: Accumulation = accumulation
         self.on_nonfinite: OnNonfinite = on_nonfinite
@@ -81,6 +91,7 @@ class SonarMoEStrategyMixin(_Base):
         self.log_grad_norm = log_grad_norm
         self.in_backward: InBackward | None = None
         self.last_norm: Tensor | None = None
+        self.grad_norms: dict[str, Tensor] = {}
         self.skipped_steps = 0
         self.skipped_tensors = 0
         self._trainer: Trainer | None = None
@@ -117,22 +128,36 @@ class SonarMoEStrategyMixin(_Base):
             accumulation=self.accumulation,
             on_nonfinite=self.on_nonfinite,
             check=self.check,
-            measure_norms=self.log_grad_norm,
+            measure_norms=self.log_grad_norm > 0,
             names={id(parameter): name for name, parameter in model.named_parameters()},
+            expert_state_device=self.expert_state_device,
         )
-        if self._algorithm(trainer) == "value":
-            handle.clip_value = self._clip_val(trainer)
-        handle.max_norm = 0.0 if self._algorithm(trainer) == "value" else float(self._clip_val(trainer) or 0.0)
+        self._tell_clip(handle, trainer)
         if trainer.ckpt_path is not None:
             handle.load_state_dict(self._resumed)
         self._resumed = {}
         self.in_backward = handle
-        self.last_norm, self.skipped_steps, self.skipped_tensors = None, 0, 0
+        self.last_norm, self.grad_norms, self.skipped_steps, self.skipped_tensors = None, {}, 0, 0
         # State from the start: memory does not grow after the first step, and resuming needs no more than training.
-        if isinstance(self.optimizers[0], FusedAdamW):
-            self.optimizers[0].init_state()
+        make_states(self.optimizers[0])
+        if handle.host_states is not None:
+            handle.host_states.set_aside()  # Lightning moves to the device what it finds when this is done
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
         self.precision_plugin.backward = self._run_backward  # type: ignore[method-assign]
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.in_backward is not None and self.in_backward.host_states is not None:
+            self.in_backward.host_states.take_again()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = None if self.in_backward is None else self.in_backward.host_states
+        if states is None or isinstance(self, ModelParallelStrategy):  # that one has loaded them with the model
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        # Lightning's own would move all states to the device.
+        self.optimizers[0].load_state_dict(checkpoint["optimizer_states"][0])
+        states.move_others(self.root_device)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         self._clipped = False
@@ -154,8 +179,9 @@ class SonarMoEStrategyMixin(_Base):
         if handle is not None:
             # Lightning would keep the gradients until after the next forward: memory at the worst moment.
             optimizer.zero_grad(set_to_none=True)
-            if self.log_grad_norm and module is not None:
-                module.log_dict({f"grad_norm/{part}": norm for part, norm in handle.grad_norms().items()})
+            if self.log_grad_norm and handle.norms_due and module is not None:
+                self.grad_norms = handle.grad_norms()
+                module.log_dict({f"grad_norm/{part}": norm for part, norm in self.grad_norms.items()})
         return output
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -219,7 +245,11 @@ class SonarMoEStrategyMixin(_Base):
         def run(**more: Any) -> None:
             type(plugin).backward(plugin, tensor, model, optimizer, *args, **{**kwargs, **more})
 
-        last = not (model.automatic_optimization and model.trainer.fit_loop._should_accumulate())
+        trainer = model.trainer
+        handle.norms_due = (trainer.global_step + 1) % max(int(self.log_grad_norm), 1) == 0
+        if model.automatic_optimization:  # a callback may change the value between steps
+            self._tell_clip(handle, trainer)
+        last = not (model.automatic_optimization and trainer.fit_loop._should_accumulate())
         handle.backward(tensor, run, last=last)
 
     def _clip_after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
@@ -244,6 +274,12 @@ class SonarMoEStrategyMixin(_Base):
         algorithm: ClipAlgorithm = "value" if "value" in str(gradient_clip_algorithm).lower() else "norm"
         self.last_norm = handle.clip_(float(clip_val or 0.0), algorithm)
 
+    def _tell_clip(self, handle: InBackward, trainer: Trainer) -> None:
+        by_value = self._algorithm(trainer) == "value"
+        value = self._clip_val(trainer)
+        handle.clip_value = value if by_value else None
+        handle.max_norm = 0.0 if by_value else float(value or 0.0)
+
     def _clip_val(self, trainer: Trainer) -> float | None:
         return self._taken_clip if self._taken_clip is not None else trainer.gradient_clip_val
 
@@ -265,6 +301,12 @@ class SonarMoEStrategyMixin(_Base):
                 "undone when the scale proves too large. Use precision='bf16-true', 'bf16-mixed' or 32."
             )
         check_clip(self.mode, self._clip_val(trainer), self._algorithm(trainer))
+        if self.mode.expert_clip != "none" and not self._clip_val(trainer):
+            warnings.warn(
+                f"expert_clip={self.mode.expert_clip!r} has nothing to clip to: set Trainer(gradient_clip_val=...). "
+                "Nothing is clipped.",
+                stacklevel=2,
+            )
         if self.mode.expert_clip == "exact" and self.lightning_module is not None:
             taken = inspect.signature(self.lightning_module.backward).parameters
             any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())

@@ -30,7 +30,8 @@ class TrainersDevice(_Base):
             return self._root_device
         if len(devices) > 1:
             raise ValueError(
-                f"SonarMoEStrategy runs on one device, but the Trainer was given {len(devices)}. Set devices=1."
+                f"SonarMoEStrategy runs on one device, but the Trainer was given {len(devices)}. Set devices=1, or "
+                "take SonarMoEDDPStrategy (each device holds the whole model) or SonarMoEFSDPStrategy (each a shard)."
             )
         return devices[0]
 

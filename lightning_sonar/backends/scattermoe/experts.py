@@ -74,7 +74,7 @@ def scattermoe_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Te
         self: an experts module of transformers: its parameters, its gate and the dispatch's attributes are read.
         hidden_states: ``[T, H]``.
         top_k_index: experts of each token, ``[T, k]``. Ids equal to the number of experts, which expert parallelism
-            writes for experts of other ranks, contribute nothing.
+            writes for experts of other ranks, contribute nothing; nor do negative ids.
         top_k_weights: ``[T, k]``.
 
     Returns:
@@ -83,12 +83,17 @@ def scattermoe_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Te
     Raises:
         ValueError: for what is not supported, named: a norm after the experts, an activation with parameters, sharded
             or quantised weights, another dtype, or a number of experts that differs from the weights'.
-        RuntimeError: on a device where the kernels do not run.
+        RuntimeError: on a device where the kernels do not run, under a transform of `torch.func`, and in a backward
+            with ``create_graph=True``.
     """
     # A memory plan runs the model on fake tensors, of a device that need not be there.
     reason = None if isinstance(hidden_states, FakeTensor) else missing(hidden_states.device)
     if reason is not None:
         raise RuntimeError(f"backend='{NAME}' cannot run on {hidden_states.device}: it needs {reason}.")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"backend='{NAME}' does not run under torch.func. Use loss.backward(), or backend='grouped_mm'."
+        )
     from lightning_sonar.backends.scattermoe import functional
 
     first = "gate_up_proj" if self.has_gate else "up_proj"

@@ -8,12 +8,12 @@ routing weights.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_sonar.backends.scattermoe.launch import (
     SLOT,
@@ -30,6 +30,26 @@ from lightning_sonar.backends.scattermoe.launch import (
 __all__ = ["Gate", "Routing", "down", "route", "up"]
 
 Gate = Callable[[Tensor], Tensor]
+
+
+def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, refused where a graph of it is wanted.
+
+    torch's decorator of this name raises only if the incoming gradient needs one itself; otherwise the terms that run
+    through this backward would be missing from a second derivative without a word.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        # The engine enables gradients in a backward only for create_graph=True; checkpointing does not change that.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backend='scattermoe' has no second derivative, and backward was called with create_graph=True. "
+                "Leave create_graph out, or use backend='grouped_mm'."
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 def _by_depth(weight: Tensor, transposed: bool) -> Tensor:
@@ -64,7 +84,7 @@ class _Up(torch.autograd.Function):
         return product(hidden, _by_depth(weight, transposed), routing, a_by=TOKEN, bias=bias)
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, order, offsets = ctx.saved_tensors
         routing = Routing(order, offsets, ctx.top_k)
@@ -111,7 +131,7 @@ class _Down(torch.autograd.Function):
         return slots.view(*top_k_weights.shape, slots.shape[1]).sum(1, dtype=dtype)
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         pre, top_k_weights, weight, bias, top_k_index, order, offsets = ctx.saved_tensors
         needs_pre, needs_scale, needs_weight, needs_bias = _wanted(ctx, 4)
@@ -150,11 +170,11 @@ class _Down(torch.autograd.Function):
 
 
 def _bias_part(rows: Tensor, bias: Tensor, top_k_index: Tensor) -> Tensor:
-    """``rows[t] . bias[top_k_index[t, i]]``, ``[T, k]`` in fp32; zero for experts of other ranks."""
+    """``rows[t] . bias[top_k_index[t, i]]``, ``[T, k]`` in fp32; zero for ids of no expert here."""
     by_expert = rows.float() @ bias.float().t()  # [T, E]
     last = bias.shape[0] - 1
-    part = by_expert.gather(1, top_k_index.long().clamp(max=last))
-    return part.masked_fill(top_k_index > last, 0.0)
+    part = by_expert.gather(1, top_k_index.long().clamp(0, last))
+    return part.masked_fill((top_k_index < 0) | (top_k_index > last), 0.0)
 
 
 def up(hidden: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, *, transposed: bool = False) -> Tensor:

@@ -53,7 +53,8 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Sort the (token, k) pairs by expert.
 
     Args:
-        top_k_index: experts of each token, ``[T, k]``; ids from ``num_experts`` on belong to other ranks.
+        top_k_index: experts of each token, ``[T, k]``; ids from ``num_experts`` on belong to other ranks, those below
+            0 to no expert. Neither contributes anything.
         num_experts: experts here.
 
     Raises:
@@ -63,8 +64,10 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
         raise ValueError(
             f"{top_k_index.numel()} (token, k) pairs in a batch: expected fewer than 2**31. Split the batch."
         )
+    # To the end, where the kernels write zeros: rows before the first expert's would be written by nobody.
+    expert = top_k_index.reshape(-1).masked_fill(top_k_index.reshape(-1) < 0, num_experts)
     # Stable, so that an expert's rows are always summed in the order of their tokens.
-    expert, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    expert, order = torch.sort(expert, stable=True)
     bounds = torch.arange(num_experts + 1, device=expert.device, dtype=expert.dtype)
     return Routing(order, torch.searchsorted(expert, bounds, out_int32=True), top_k_index.shape[1])
 

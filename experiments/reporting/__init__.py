@@ -1,0 +1,1 @@
+"""Reading run folders, and what is made of them: tables, figures, pages."""

@@ -1,0 +1,71 @@
+"""What all figures of a report share: panels side by side, and marks that survive a black-and-white printer."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from lightning_sonar.modes import MODES
+
+WIDTH = 7.2
+"""Width of one panel in inches."""
+
+# Each mode differs from the others in its dashes and its marker, not only in its colour.
+_LOOKS: tuple[tuple[str, Any, str], ...] = (
+    ("#111111", "-", "o"),
+    ("#5f6b76", "--", "s"),
+    ("#1f6fb2", "-.", "^"),
+    ("#d9480f", "-", "D"),
+    ("#862e9c", ":", "v"),
+    ("#2b8a3e", (0, (6, 1, 1, 1, 1, 1)), "P"),
+    ("#8a5a00", (0, (1, 1)), "X"),
+    ("#c2255c", (0, (8, 3)), "*"),
+)
+
+
+def look_of(mode: str, index: int = 0) -> dict[str, Any]:
+    """Colour, dashes and marker of a mode; ``index`` decides for modes that have no name of their own."""
+    names = list(MODES)
+    place = names.index(mode) if mode in names else len(names) + index
+    colour, dashes, marker = _LOOKS[place % len(_LOOKS)]
+    return {"color": colour, "linestyle": dashes, "marker": marker}
+
+
+def unit_of(nbytes: float) -> tuple[str, float]:
+    """The unit in which a figure shows bytes, and how many bytes it is."""
+    return ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
+
+
+def panels(titles: list[str], heights: list[float]) -> tuple[Any, list[Any]]:
+    """A figure with one panel a title, two side by side where there are several.
+
+    Args:
+        titles: what stands above each panel.
+        heights: inches of each panel; a row takes the highest of its panels.
+
+    Returns:
+        The figure and its axes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    across = min(2, len(titles))
+    rows = [max(heights[start : start + across]) for start in range(0, len(titles), across)]
+    figure = Figure(figsize=(WIDTH * across, sum(rows)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(len(rows), across, height_ratios=rows)
+    found = []
+    for index, title in enumerate(titles):
+        axes = figure.add_subplot(grid[index // across, index % across])
+        axes.set_title(textwrap.fill(title.replace("$", r"\$"), 70), fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        found.append(axes)
+    return figure, found
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write the figure; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path

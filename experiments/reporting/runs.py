@@ -1,0 +1,146 @@
+"""Run folders as they lie on disk: those with figures, and those without."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from experiments.status import read_json, read_status, why
+
+_NEEDED = ("model", "size", "backend", "mode")
+# These have columns of their own, or decide where things go.
+_SHOWN_ELSEWHERE = re.compile(r"(mode|model|backend|seed|hydra\..*|hydra/.*|ckpt_path|export|objective)=")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        folder: where it lies.
+        result: its ``result.json``: bytes, milliseconds, nats.
+        settings: what its command line changed, besides what is shown elsewhere.
+    """
+
+    folder: Path
+    result: dict[str, Any]
+    settings: tuple[str, ...]
+
+    def number(self, *keys: str) -> float | None:
+        """A figure of ``result.json``, such as ``number("step_time_ms", "median")``; None if it was not measured."""
+        value: Any = self.result
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if number else None
+
+    @cached_property
+    def memory(self) -> dict[str, Any] | None:
+        """``memory.json``, where the run was profiled."""
+        found = read_json(self.folder / "memory.json")
+        return found if found and isinstance(found.get("timeline"), dict) else None
+
+    @cached_property
+    def losses(self) -> tuple[str, list[int], list[float]]:
+        """What the places count (``step`` or ``batch``), the places and the training losses there."""
+        for name, place in (("losses.csv", "batch"), ("metrics.csv", "step")):
+            places, losses = _columns(self.folder / name, place, "train_loss")
+            if losses:
+                # Lightning counts steps from 0.
+                return place, [where + (place == "step") for where in places], losses
+        return "step", [], []
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run folder without figures.
+
+    Attributes:
+        folder: where it lies.
+        settings: what its command line set.
+        exit_code: as its sweep put it on record; None if nobody did.
+        reason: one line.
+    """
+
+    folder: Path
+    settings: str
+    exit_code: int | None
+    reason: str
+
+
+def read_runs(folders: Iterable[Path]) -> tuple[list[Run], list[Failure]]:
+    """All runs at or below the folders: the finished ones, and those that failed or did not finish.
+
+    Raises:
+        FileNotFoundError: if one of ``folders`` is not a folder.
+    """
+    runs: list[Run] = []
+    failures: list[Failure] = []
+    seen: set[Path] = set()
+    for folder in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder. Name run folders or folders of runs.")
+        found = {path.parent.parent for path in folder.rglob(".hydra/config.yaml")}
+        found |= {path.parent for path in folder.rglob("result.json")}
+        for run in sorted(found, key=_natural):
+            if run.resolve() in seen:
+                continue
+            seen.add(run.resolve())
+            _read(run, runs, failures)
+    return runs, failures
+
+
+def _read(folder: Path, runs: list[Run], failures: list[Failure]) -> None:
+    result = read_json(folder / "result.json")
+    overrides = _overrides(folder)
+    status = read_status(folder)
+    code = status.get("exit_code") if isinstance(status.get("exit_code"), int) else None
+    missing = [key for key in _NEEDED if result is not None and not isinstance(result.get(key), str)]
+    if result is not None and not missing:
+        mine = result.get("overrides")
+        own = [str(o) for o in mine] if isinstance(mine, list) else overrides
+        runs.append(Run(folder, result, tuple(o for o in own if not _SHOWN_ELSEWHERE.match(o))))
+        if not code:
+            return
+    if missing:
+        reason = f"its result.json has no {', '.join(missing)}"
+    elif result is None and (folder / "result.json").exists():
+        reason = "its result.json cannot be read"
+    else:
+        reason = str(status.get("error") or why(folder, code))
+    shown = " ".join(o for o in overrides if not o.startswith(("hydra.", "hydra/")))
+    failures.append(Failure(folder, shown, code, reason))
+
+
+def _overrides(folder: Path) -> list[str]:
+    path = folder / ".hydra" / "overrides.yaml"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [line.removeprefix("- ").strip("'") for line in lines if line.startswith("- ")]
+
+
+def _columns(path: Path, place: str, value: str) -> tuple[list[int], list[float]]:
+    places: list[int] = []
+    values: list[float] = []
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                try:
+                    where, number = int(row[place]), float(row[value])
+                except (KeyError, TypeError, ValueError):
+                    continue
+                if math.isfinite(number):
+                    places.append(where)
+                    values.append(number)
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return [], []
+    return places, values
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]
