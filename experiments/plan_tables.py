@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,18 @@ def _print(table: Table) -> None:
     console.width = width
 
 
-def show_plans(plans: list[MemoryPlan], context: int) -> list[str]:
-    """Print rows by what they hold, and the cards that hold them; returns the settings in which rows differ."""
+def show_plans(plans: list[MemoryPlan], context: int, against: Sequence[MemoryPlan] = ()) -> list[str]:
+    """Print rows by what they hold, and the cards that hold them; returns the settings in which rows differ.
+
+    What is saved is so against the standard row among ``plans`` or, if there is none, among ``against``.
+    """
     first = plans[0]
-    varying = [name for name in NAMES if len({str(getattr(plan, name)) for plan in plans}) > 1 or name == "mode"]
-    saved = [_saved(plan, plans) for plan in plans]
+    always = () if against else ("mode",)
+    varying = [name for name in NAMES if len({str(getattr(plan, name)) for plan in plans}) > 1 or name in always]
+    saved = [_saved(plan, [*plans, *against]) for plan in plans]
     table = _table("predicted peak of one training step, in GB (1,000,000,000 bytes), and what it is made of")
     for name in varying:
-        table.add_column(name.replace("_", " "))
+        table.add_column(_header(name))
     headers = (
         "peak",
         *(["saved"] if any(saved) else []),
@@ -69,13 +73,13 @@ def show_plans(plans: list[MemoryPlan], context: int) -> list[str]:
     _print(table)
     places = _table("where the peak is, and most expert tensors whose gradient is alive at once")
     for name in varying:
-        places.add_column(name.replace("_", " "))
+        places.add_column(_header(name))
     places.add_column("phase")
     places.add_column("operation")
     places.add_column("expert grads", justify="right")
     away = any(plan.host_bytes for plan in plans)
     if away:
-        places.add_column("host memory GB", justify="right")
+        places.add_column("host GB", justify="right")
     for plan in plans:
         operation = plan.peak_op.removeprefix("aten.").removesuffix(".default")
         names = (_text(getattr(plan, name)) for name in varying)
@@ -100,11 +104,11 @@ COMPARED = ("mode", "accumulation", "expert_state_device")
 def _show_cards(plans: list[MemoryPlan], varying: list[str], context: int) -> None:
     table = _table("which card holds it, by GiB of the card")
     for name in varying:
-        table.add_column(name.replace("_", " "))
-    table.add_column("reserved GB", justify="right")
+        table.add_column(_header(name))
+    table.add_column("reserved\nGB", justify="right")
     for card in CARDS:
         table.add_column(str(card), justify="center")
-    table.add_column("fits from", justify="right")
+    table.add_column("fits\nfrom", justify="right")
     for plan in plans:
         holds = [fits(plan.reserved_bytes, card * GIB, context) for card in CARDS]
         smallest = smallest_card(plan.reserved_bytes, context)
@@ -125,7 +129,7 @@ def show_ranks(plans: list[MemoryPlan], varying: list[str], ranks: list[int]) ->
     """Print what each rank needs under FSDP2."""
     table = _table("GB a rank under FSDP2, by arithmetic on the plan")
     for name in varying:
-        table.add_column(name.replace("_", " "))
+        table.add_column(_header(name))
     for number in ranks:
         table.add_column(f"{number} ranks", justify="right")
     for plan in plans:
@@ -142,6 +146,12 @@ def _saved(plan: MemoryPlan, plans: list[MemoryPlan]) -> str:
             if other.mode == "standard" and all(getattr(other, name) == getattr(plan, name) for name in same):
                 return f"{1 - plan.peak_bytes / other.peak_bytes:.1%}" if other is not plan else "0.0%"
     return ""
+
+
+def _header(name: str) -> str:
+    return {"expert_state_device": "expert\nstates", "accumulate_grad_batches": "accum.\nbatches"}.get(
+        name, name.replace("_", " ")
+    )
 
 
 def _text(value: Any) -> str:

@@ -117,10 +117,12 @@ def _ranks(text: str) -> list[int]:
 
 def _table(overrides: list[str], context: int, folder: Path, ranks: list[int]) -> int:
     plans = [_plan(cfg) for cfg in _configurations(overrides)]
-    if not any(key_of(override).split(".")[0] in ("mode", "optimizer") for override in overrides):
-        for more in SMALLER:
-            plans += [_plan(cfg) for cfg in _configurations([*overrides, "mode=sonar", *more])]
     varying = show_plans(plans, context)
+    if not any(key_of(override).split(".")[0] in ("mode", "optimizer") for override in overrides):
+        smaller = [_plan(cfg) for more in SMALLER for cfg in _configurations([*overrides, "mode=sonar", *more])]
+        console.print("\nAnd mode sonar with smaller states, or with its experts' states in host memory:\n")
+        show_plans(smaller, context, against=plans)
+        plans += smaller
     if ranks:
         show_ranks(plans, varying, ranks)
     write_plans(plans, context, folder, ranks)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -115,8 +116,7 @@ def try_optimizer(cfg: DictConfig) -> None:
         key = "scheduler"
         instantiate(cfg.scheduler)(optimizer)
     except Exception as error:  # whatever a class that the user named may raise
-        cause = error.__cause__ or error
-        raise SettingsError(f"{key}={cfg[key].get('_target_')}: {cause}".splitlines()[0]) from error
+        raise SettingsError(f"{key}={cfg[key].get('_target_')}: {_cause_of(error)}".splitlines()[0]) from error
 
 
 def try_strategy(cfg: DictConfig) -> None:
@@ -128,7 +128,12 @@ def try_strategy(cfg: DictConfig) -> None:
     try:
         instantiate(cfg.trainer.strategy)
     except Exception as error:  # whatever a class that the user named may raise
-        raise SettingsError(f"trainer.strategy: {error.__cause__ or error}") from error
+        raise SettingsError(f"trainer.strategy: {_cause_of(error)}") from error
+
+
+def _cause_of(error: Exception) -> BaseException:
+    """What a class said of its arguments, which Hydra wraps; an error of another kind has the better text itself."""
+    return error.__cause__ or error if isinstance(error, InstantiationException) else error
 
 
 def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None]) -> str:

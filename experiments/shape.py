@@ -12,6 +12,7 @@ from experiments.plans import model_values
 from lightning_sonar import models
 from lightning_sonar.memory.optimizer_models import with_models
 from lightning_sonar.memory.planner import PRECISIONS
+from lightning_sonar.memory.simulate import SimulationMode
 from lightning_sonar.memory.sizing import training_requirement
 from lightning_sonar.modes import resolve_mode
 
@@ -72,21 +73,22 @@ class Shape:
 
 
 def state_bytes(optimizer: DictConfig, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes of state for each element of a dense and of an expert tensor, found by stepping one of each.
+    """Bytes of state for each element of a dense and of an expert tensor, found by stepping one of each on fake tensors.
 
-    Low-bit optimizers are stood for by their models, which allocate as much. 0 where one cannot step here: it then
+    Low-bit optimizers are stood for by their models, which allocate as much. 0 where one cannot be made here: it then
     prunes nothing.
 
     Args:
         optimizer: the configuration, whose target makes the optimizer from parameters.
         dtype: of the parameters.
     """
-    tensors = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((512, 512), (4, 256, 256))]
-    for tensor in tensors:
-        tensor.grad = torch.zeros_like(tensor)
     try:
-        made = with_models(instantiate(optimizer))(tensors)
-        made.step()
+        with SimulationMode():
+            tensors = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((512, 512), (4, 256, 256))]
+            for tensor in tensors:
+                tensor.grad = torch.zeros_like(tensor)
+            made = with_models(instantiate(optimizer))(tensors)
+            made.step()
         states = [[v for v in made.state[t].values() if isinstance(v, torch.Tensor)] for t in tensors]
         dense, experts = (sum(v.nbytes for v in state if v.numel() > 1) / 512**2 for state in states)
         return dense, experts

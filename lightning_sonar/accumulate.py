@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -19,7 +22,8 @@ class HostSums:
     Sums are float32 (float64 of float64 gradients), added in the order of the microbatches: for float32 gradients they
     are those that ``.grad`` itself would hold, bit for bit; for bfloat16 each sum is rounded once, where ``.grad``
     would round at each addition. A buffer is made at the first sum of its tensor and used again in later steps. A
-    sharded tensor's is that of this rank's shard.
+    sharded tensor's is that of this rank's shard. Where ``zero_grad`` between microbatches drops the gradients that are on
+    the device, the sums go with them.
 
     On CUDA a gradient goes through one pinned buffer of its own dtype, on the current stream, and the host waits for
     each copy before it adds: the device's queue runs empty once a tensor and microbatch.
@@ -28,6 +32,7 @@ class HostSums:
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
         self._begun: set[int] = set()
+        self._beside: list[weakref.ref[Tensor]] = []
         self._staging: dict[torch.dtype, Tensor] = {}
         self._busy: torch.cuda.Event | None = None
 
@@ -82,9 +87,20 @@ class HostSums:
         self._begun.discard(id(tensor))
         self._add(tensor, self._to_host(local(gradient(tensor))))
 
+    def note(self, others: Iterable[Tensor]) -> None:
+        """A microbatch has ended: ``others`` keep their gradients on the device meanwhile."""
+        self._beside = [weakref.ref(tensor) for tensor in others if tensor.grad is not None]
+
+    def drop_if_zeroed(self) -> None:
+        """Forget the sums if somebody has dropped all gradients since: he meant these too."""
+        beside = [tensor for tensor in (ref() for ref in self._beside) if tensor is not None]
+        if self.under_way and beside and all(tensor.grad is None for tensor in beside):
+            self.clear()
+
     def clear(self) -> None:
         """Forget all sums; their buffers stay for the next ones."""
         self._begun.clear()
+        self._beside = []
 
     def free(self) -> None:
         """Give the memory back."""

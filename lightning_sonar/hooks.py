@@ -63,7 +63,7 @@ class GradientHooks:
         self._expert_ids = {id(tensor) for tensor in experts.values()}
         self._names = dict(names)
         self._handles: list[Any] = []
-        self._group_index: dict[int, int] = {}
+        self._group_index: dict[int, tuple[int, int]] = {}
         self._pending: dict[int, dict[str, Any]] = {}
         self._fired: set[int] = set()
         self._hooks_now = 0
@@ -109,14 +109,14 @@ class GradientHooks:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks on; `release_in_backward` does."""
         for index, group in enumerate(optimizer.param_groups):
-            for tensor in group["params"]:
+            for position, tensor in enumerate(group["params"]):
                 if not tensor.requires_grad:
                     continue
                 if not self.mode.steps_in_backward(self.is_expert(tensor)):
                     if self._two_pass is not None:
                         self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_dense))
                     continue
-                self._group_index[id(tensor)] = index
+                self._group_index[id(tensor)] = index, position
                 _released[tensor] = weakref.ref(self)
                 for part in self._parts(tensor):
                     handle = tensor.register_post_accumulate_grad_hook(partial(self._on_gradient, part))
@@ -252,7 +252,7 @@ class GradientHooks:
 
     def _update(self, part: int | None, tensor: Tensor) -> None:
         optimizer = self._live_optimizer()
-        group: Group = optimizer.param_groups[self._group_index[id(tensor)]]
+        group = self._group_of(tensor, optimizer)
         pending = self._pending.setdefault(id(tensor), {})
         if not part:
             pending["attributes"] = self._attributes(tensor, optimizer)
@@ -271,6 +271,16 @@ class GradientHooks:
         # A fused update does not bump the version counter, and a second backward through a graph that saved the
         # old weight would then silently use the new one.
         torch.autograd.graph.increment_version(tensor)
+
+    def _group_of(self, tensor: Tensor, optimizer: torch.optim.Optimizer) -> Group:
+        """The live group that holds the tensor; groups may have been added since the hooks went on."""
+        groups = optimizer.param_groups
+        index, position = self._group_index[id(tensor)]
+        if index >= len(groups) or not _holds(groups[index], position, tensor):
+            places = ((i, j) for i, group in enumerate(groups) for j in range(len(group["params"])))
+            index, position = next(place for place in places if _holds(groups[place[0]], place[1], tensor))
+            self._group_index[id(tensor)] = index, position
+        return groups[index]
 
     def _attributes(self, tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """What the copy that updates the tensor is told; None if the tensor is left out."""
@@ -359,6 +369,10 @@ class GradientHooks:
 
     def _name(self, tensor: Tensor) -> str:
         return self._names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
+
+
+def _holds(group: Group, position: int, tensor: Tensor) -> bool:
+    return position < len(group["params"]) and group["params"][position] is tensor
 
 
 def _has_other_hooks(tensor: Tensor) -> bool:

@@ -114,6 +114,8 @@ class InBackward(GradientHooks):
             RuntimeError: if a released tensor gets its gradient twice; see `release_in_backward`.
         """
         self._enter("backward")
+        if self._sums is not None:
+            self._sums.drop_if_zeroed()
         self._guard.look_at(loss, self._live_optimizer())
         if self.accumulation == "per_microbatch":
             self._fired.clear()
@@ -300,6 +302,8 @@ class InBackward(GradientHooks):
         try:
             run()
             self._bring_left()
+            if self._accumulating and self._sums is not None:
+                self._sums.note(t for t in self._parameters() if id(t) not in self._group_index)
         finally:
             self._inside = False
 

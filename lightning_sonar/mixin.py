@@ -37,6 +37,7 @@ class SonarMoEMixin(_Base):
         super().__init__(*args, **kwargs)
         self.automatic_optimization = False
         self._warned_plateau = False
+        self._accumulated = False
 
     @property
     def in_backward(self) -> InBackward:
@@ -75,7 +76,8 @@ class SonarMoEMixin(_Base):
         optimizer = self.optimizers()
         if isinstance(optimizer, list):
             raise RuntimeError(f"sonar_step drives one optimizer; configure_optimizers returned {len(optimizer)}.")
-        if whole and not handle.accumulating:
+        self._accumulated = not whole or handle.accumulating
+        if not self._accumulated:
             optimizer.step()
             self._step_due("step", self.trainer.fit_loop.batch_idx)
         return loss.detach()
@@ -85,6 +87,11 @@ class SonarMoEMixin(_Base):
         """``sonar_step`` in this context only adds to the gradients; the next one outside it steps on the sum."""
         with self.in_backward.accumulate():
             yield
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Keep what microbatches have accumulated: Lightning does not know of them in manual optimization."""
+        if not self._accumulated:
+            super().on_validation_model_zero_grad()
 
     def on_train_epoch_end(self) -> None:
         """Step the schedulers that step once an epoch. An override must call this one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import lightning as L
 import pytest
 import torch
 from helpers import AutomaticLM, batches, differing, fit, fused, loader, make_trainer, small_model, snapshot
@@ -307,3 +308,30 @@ def test_a_fit_gives_the_host_memory_back():
     gc.collect()
     assert len(refs) == 4
     assert all(ref() is None for ref in refs)
+
+
+@pytest.mark.parametrize("who", ["optimizer", "module"])
+def test_zeroed_gradients_take_the_sums_with_them(who):
+    results = []
+    for accumulation in ("exact", "host"):
+        model, made, handle = toy(accumulation=accumulation)
+        handle.train_step(model(inputs(0)), max_norm=0.5, last=False)
+        (made if who == "optimizer" else model).zero_grad()
+        handle.train_step(model(inputs(1)), max_norm=0.5, last=False)
+        handle.train_step(model(inputs(2)), max_norm=0.5)
+        results.append(values(model, made))
+    assert equal(*results)
+
+
+def test_a_number_of_microbatches_that_changes_on_the_way_is_as_in_exact_accumulation():
+    class Changes(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            trainer.accumulate_grad_batches = [3, 2, 4][(batch_idx // 3) % 3]
+
+    results = []
+    for accumulation in ("exact", "host"):
+        module = AutomaticLM(small_model(), fused())
+        trainer = make_trainer(SonarMoEStrategy(accumulation=accumulation), -1, callbacks=[Changes()])
+        trainer.fit(module, loader(batches(18)))
+        results.append(snapshot(trainer, module))
+    assert differing(*results) == []

@@ -549,3 +549,22 @@ def test_parameter_groups_keep_their_own_hyperparameters():
             handle.train_step(model(inputs(step)))
         results.append(values(model, optimizer))
     assert equal(*results)
+
+
+def test_a_group_put_before_others_while_hooks_are_on_moves_no_settings():
+    results = []
+    for moved in (False, True):
+        model, made, handle = toy("in_backward_all")
+        names = [name for name, _ in model.named_parameters()]
+        for group in made.param_groups:
+            group["lr"] = 1e-2
+        handle.train_step(model(inputs(0)))
+        late = nn.Parameter(torch.zeros(2))
+        made.add_param_group({"params": [late], "lr": 0.5, "weight_decay": 0.9})
+        if moved:
+            made.param_groups.insert(0, made.param_groups.pop())
+        for step in range(1, 3):
+            handle.train_step(model(inputs(step)))
+        results.append(values(model, made))
+        assert names == ["first", "second", "dense.weight", "dense.bias"]
+    assert equal(*results)

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 
 import pytest
 import torch
 from helpers import AutomaticLM, batches, differing, fit, make_trainer, small_model, snapshot
+from hydra import compose, initialize_config_dir
 from low_bit_cases import BOTH, all_torchao, bnb, eager, needs_bitsandbytes, tensors, train, values  # noqa: F401
 
+from experiments.settings import SettingsError, try_optimizer
 from lightning_sonar import SonarMoEStrategy
+from lightning_sonar.config_dir import config_dir
 from lightning_sonar.data.loader import ResumableLoader, ShuffledBatches
 from lightning_sonar.memory import MemoryProfiler
 from lightning_sonar.memory.tracker import StorageTracker
@@ -122,7 +126,7 @@ def test_what_a_compiled_update_takes_is_in_the_trackers_book():
         optimizer.step()
     counts = 2 * 4  # two chunks' counts of steps
     assert tracker.ledger.peak_bytes == 8 * 4096 + 2 * 4 * 4096 // 256 + counts
-    assert tracker.ledger.peak_op == "AdamW8bit's compiled update"
+    assert tracker.ledger.peak_op == "TorchAOAdamW8bit's compiled update"
 
 
 # -- chunks --------------------------------------------------------------------------------------------------------
@@ -186,7 +190,7 @@ def test_a_loss_that_is_not_finite_updates_nothing(optimizer):
 def test_block_wise_states_are_no_slices_of_experts():
     parameters = tensors()
     assert not is_element_wise(bnb_adamw8bit(parameters))
-    with pytest.raises(ValueError, match="AdamW8bit is not known to be one"):
+    with pytest.raises(ValueError, match="BitsAndBytesAdamW8bit is not known to be one"):
         fit(small_model(), "sonar_per_expert", optimizer=bnb, steps=1)
 
 
@@ -200,6 +204,36 @@ def test_overrides_by_position_do_not_reach_another_tensor():
     finally:
         manager.index2config.clear()
         manager.index2config.update(before)
+
+
+@pytest.mark.usefixtures("needs_bitsandbytes")
+def test_optimizers_of_two_libraries_are_told_apart():
+    pytest.importorskip("torchao")
+    kinds = [type(make(tensors())) for make in (bnb_adamw8bit, ao_adamw8bit, ao_adamw4bit, ao_adamw_fp8)]
+    assert len({(kind.__module__, kind.__qualname__) for kind in kinds}) == 4
+
+
+@pytest.mark.parametrize(
+    ("choice", "package"),
+    [("bnb_adamw8bit_experts", "bitsandbytes"), ("adamw4bit", "torchao"), ("flash_adamw", "flashoptim")],
+)
+def test_a_run_names_the_extra_of_a_missing_package(choice, package, monkeypatch):
+    class Hidden:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == package:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
+    with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+        cfg = compose("config", overrides=[f"optimizer={choice}", "optimizer.lr=1e-3"])
+    class_of.cache_clear()
+    try:
+        with pytest.raises(SettingsError, match=rf"^optimizer=.*pip install 'lightning-sonar\[{package}\]'"):
+            try_optimizer(cfg)
+    finally:
+        class_of.cache_clear()
 
 
 @pytest.mark.parametrize(

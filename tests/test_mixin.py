@@ -165,3 +165,38 @@ def test_value_clipping_by_hand_after_backward_is_refused():
 
     with pytest.raises(RuntimeError, match="updated in it with unclipped gradients. Say it before: Trainer"):
         run(Late(small_model(), fused()), None)
+
+
+class ValidatesInTheMiddle(SonarMoEMixin, AutomaticLM):
+    """Validates after every second batch, within a step of three."""
+
+    def training_step(self, batch, batch_idx):
+        return self.sonar_step(super().training_step(batch, batch_idx))
+
+    def validation_step(self, batch, batch_idx):
+        return None
+
+
+class Automatic(AutomaticLM):
+    def validation_step(self, batch, batch_idx):
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:Gradients are accumulated")
+@pytest.mark.parametrize("accumulation", ["exact", "host"])
+@pytest.mark.parametrize("mode", ["standard", "sonar", "sonar_exact_clip"])
+def test_validation_in_the_middle_of_a_step_loses_nothing_that_was_accumulated(mode, accumulation):
+    results = []
+    for kind in (Automatic, ValidatesInTheMiddle):
+        module = kind(small_model(), fused())
+        trainer = make_trainer(
+            SonarMoEStrategy(mode=mode, accumulation=accumulation),
+            -1,
+            accumulate_grad_batches=3,
+            val_check_interval=2,
+            num_sanity_val_steps=0,
+        )
+        trainer.fit(module, loader(batches(9)), loader(batches(1)))
+        assert trainer.global_step == 3
+        results.append(snapshot(trainer, module))
+    assert differing(*results) == []

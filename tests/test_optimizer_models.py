@@ -4,10 +4,11 @@ import functools
 
 import pytest
 import torch
+from helpers import AutomaticLM, batches, small_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_sonar import FusedAdamW, plan_memory
-from lightning_sonar.memory.optimizer_models import StandIn, label_of, with_models
+from lightning_sonar.memory.optimizer_models import MODELLED, StandIn, label_of, note_of, with_models
 from lightning_sonar.memory.optimizer_models.layouts import TORCHAO_4BIT, TORCHAO_8BIT, TORCHAO_FP8
 from lightning_sonar.memory.tracker import StorageTracker
 from lightning_sonar.optim import ExpertsAndDense, ao_adamw4bit, ao_adamw8bit, ao_adamw_fp8, bnb_adamw8bit, flash_adamw
@@ -90,14 +91,44 @@ def test_only_low_bit_optimizers_are_replaced():
     assert isinstance(optimizer.experts, StandIn)
     assert type(optimizer.dense) is FusedAdamW
     assert optimizer.param_groups[0]["lr"] == 1e-4
-    assert label_of(optimizer) == "AdamW4bit for experts, FusedAdamW (model)"
+    assert label_of(optimizer) == "ao AdamW4bit for experts, FusedAdamW (model)"
+    assert "; of FusedAdamW in it the step is the real one" in note_of(optimizer)
+
+
+def test_labels_and_notes_tell_what_is_modelled():
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2))]
+    made = {factory: with_models(factory)(parameters) for factory in MODELLED}
+    assert sorted(label_of(optimizer) for optimizer in made.values()) == [
+        "FlashAdamW (model)",
+        "ao AdamW4bit (model)",
+        "ao AdamW8bit (model)",
+        "ao AdamWFp8 (model)",
+        "bnb AdamW8bit (model)",
+    ]
+    assert not any("of other" in note_of(optimizer) or "real one" in note_of(optimizer) for optimizer in made.values())
+    assert "watched step" in note_of(made[bnb_adamw8bit])
+    assert "watched step" not in note_of(made[flash_adamw])
+    assert "watched step" not in note_of(with_models(functools.partial(bnb_adamw8bit, watch_every=0))(parameters))
+
+
+@pytest.mark.parametrize("parted", [False, True], ids=["all", "experts"])
+def test_a_module_of_ones_own_with_torchao_is_refused_not_compiled(parted):
+    pytest.importorskip("torchao")
+
+    def optimizer(parameters):
+        if parted:
+            return ExpertsAndDense(parameters, experts=ao_adamw8bit, dense=FusedAdamW, lr=1e-3)
+        return ao_adamw8bit(parameters)
+
+    with pytest.raises(RuntimeError, match=r"TorchAOAdamW8bit does not run on fake.*plan_memory\('olmoe', optimizer="):
+        plan_memory(lambda: AutomaticLM(small_model(), optimizer), batch=batches(1)[0], precision="32")
 
 
 def test_a_plan_says_that_the_optimizer_is_modelled():
     plan = plan_memory(size="tiny", num_layers=1, optimizer=bnb_adamw8bit)
     whole = plan_memory(size="tiny", num_layers=1)
-    assert plan.optimizer == "AdamW8bit (model)"
-    assert any("AdamW8bit is modelled" in note for note in plan.notes)
+    assert plan.optimizer == "bnb AdamW8bit (model)"
+    assert any("bnb AdamW8bit is modelled" in note for note in plan.notes)
     # Two bytes and 8 for each block of 256 in the place of four.
     share = plan.split["optimizer_state"] / whole.split["optimizer_state"]
     assert share == pytest.approx((2 + 8 / 256) / 4, rel=0.002)

@@ -189,6 +189,62 @@ def test_copies_keep_groups_and_state_shared():
     assert twin.param_groups[0]["params"][0] is not tensors[0]
 
 
+def test_pickles_keep_groups_and_state_shared():
+    tensors, optimizer = pair()
+    give_gradients(tensors)
+    optimizer.step()
+    twin = pickle.loads(pickle.dumps(optimizer))
+    assert twin.experts.state is twin.dense.state is twin.state
+    held = [group["params"][0] for group in twin.param_groups]
+    for which, owned in ((optimizer, tensors), (twin, held)):
+        give_gradients(owned, seed=3)
+        which.step()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, held, strict=True))
+    assert len(optimizer.state) == len(twin.state) == 2
+
+
+def test_frozen_experts_leave_everything_else_to_the_dense_optimizer():
+    model = small_model()
+    for tensor in find_expert_tensors(model).tensors:
+        tensor.requires_grad_(False)
+    optimizer = ExpertsAndDense(model, experts=SGD, dense=FusedAdamW, lr=1e-3)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, len(trained)]
+    for tensor in trained:
+        tensor.grad = torch.ones_like(tensor)
+    optimizer.step()
+    assert len(optimizer.state) == len(trained)
+    again = ExpertsAndDense(model, experts=SGD, dense=FusedAdamW, lr=1e-3)
+    again.load_state_dict(optimizer.state_dict())
+    assert len(again.state) == len(trained)
+    # Given as parameters, the same.
+    listed = ExpertsAndDense(model.parameters(), experts=SGD, dense=FusedAdamW, lr=1e-3)
+    assert [len(group["params"]) for group in listed.param_groups] == [0, len(trained)]
+
+
+def test_a_model_of_which_nothing_trains_is_refused():
+    model = small_model().requires_grad_(False)
+    with pytest.raises(ValueError, match="no expert tensor"):
+        ExpertsAndDense(model, experts=SGD, dense=FusedAdamW)
+
+
+@pytest.mark.parametrize("make", [FusedAdamW, functools.partial(FusedAdamW, stochastic_rounding=True)])
+def test_a_state_divided_in_two_is_refused_by_one_optimizer(make):
+    tensors = [torch.nn.Parameter(torch.zeros(2, 2, 2)), torch.nn.Parameter(torch.zeros(2))]
+    saved = ExpertsAndDense(tensors, experts=FusedAdamW, dense=FusedAdamW, lr=0.1).state_dict()
+    with pytest.raises(ValueError, match=r"groups of \[1, 1\] parameters; FusedAdamW has \[2\].*ExpertsAndDense"):
+        make(tensors).load_state_dict(saved)
+
+
+def test_a_state_of_another_optimizer_is_refused_by_the_child_that_cannot_take_it():
+    tensors, optimizer = pair()
+    give_gradients(tensors)
+    optimizer.step()
+    fused = ExpertsAndDense(tensors, experts=FusedAdamW, dense=FusedAdamW, lr=0.1)
+    with pytest.raises(ValueError, match=r"has no betas, eps, which FusedAdamW expects.*Resume with the optimizer"):
+        fused.load_state_dict(optimizer.state_dict())
+
+
 def test_the_flag_of_a_loss_that_is_not_finite_reaches_both_children():
     tensors = [torch.nn.Parameter(torch.ones(2, 2, 2)), torch.nn.Parameter(torch.ones(2))]
     optimizer = ExpertsAndDense(tensors, experts=FusedAdamW, dense=FusedAdamW, lr=0.1)

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from experiments.shape import state_bytes
 from lightning_sonar import MemoryPlan, plan_memory
+from lightning_sonar.config_dir import config_dir
 from lightning_sonar.memory.search import BATCH_SIZES, MODE_ORDER, Candidate, Tally, search
 
 GIB = 1 << 30
@@ -104,4 +105,25 @@ def test_what_cannot_fit_is_not_simulated_and_counted():
     ],
 )
 def test_states_are_counted_by_stepping_one_matrix(settings, nbytes):
-    assert state_bytes(OmegaConf.create(settings), torch.bfloat16) == nbytes
+    assert state_bytes(OmegaConf.create(settings), torch.bfloat16) == (nbytes, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    # Two codes and two fp32 scales a block: of 256 elements with 8 bits, of 128 with 4.
+    [("bnb_adamw8bit", 2 + 8 / 256), ("adamw8bit", 2 + 8 / 256), ("adamw4bit", 1 + 8 / 128)],
+)
+def test_low_bit_states_are_counted_by_their_models(name, nbytes):
+    settings = OmegaConf.load(config_dir() / "optimizer" / f"{name}.yaml")
+    settings.update(lr=1e-4, watch_every=0)
+    dense, experts = state_bytes(settings, torch.bfloat16)
+    assert dense == experts == pytest.approx(nbytes, rel=0.02)  # and the maps that all tensors share
+
+
+def test_experts_and_dense_states_are_counted_apart():
+    settings = OmegaConf.load(config_dir() / "optimizer" / "adamw8bit_experts.yaml")
+    settings.update(lr=1e-4)
+    settings.experts.watch_every = 0
+    dense, experts = state_bytes(settings, torch.bfloat16)
+    assert dense == 4
+    assert experts < 2.1

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_sonar.optim.saved import check_groups, check_moments
 from lightning_sonar.optim.step_one import Part
 from lightning_sonar.optim.stochastic import StochasticRounding, checked_seed, global_offset
 from lightning_sonar.optim.update import adamw_
@@ -145,9 +146,11 @@ class FusedAdamW(torch.optim.AdamW):
         """Load what `state_dict()` of this class or of `torch.optim.AdamW` returned.
 
         Raises:
-            ValueError: the saved optimizer used `amsgrad`; nothing is loaded then.
+            ValueError: the saved optimizer used `amsgrad`, has other groups, or is no AdamW; nothing is loaded then.
         """
         _refuse_amsgrad(state_dict["param_groups"])
+        check_groups(self, state_dict["param_groups"])
+        check_moments(self, state_dict["state"])
         super().load_state_dict(state_dict)
 
     @torch.no_grad()

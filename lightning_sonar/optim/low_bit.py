@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from lightning_sonar.optim.low_bit_base import BitsAndBytes, Flash, LowBit, TorchAO, TorchAO4bit, TorchAOFp8, class_of
+from lightning_sonar.optim.low_bit_base import BitsAndBytes, Flash, LowBit, class_of
+from lightning_sonar.optim.low_bit_torchao import TorchAO, TorchAO4bit, TorchAOFp8
 from lightning_sonar.optim.update_watch import UpdateWatch
 
 __all__ = ["LowBit", "ao_adamw4bit", "ao_adamw8bit", "ao_adamw_fp8", "bnb_adamw8bit", "flash_adamw"]

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_sonar.optim import quantised
+from lightning_sonar.optim.saved import MOMENTS, check_groups, check_moments
 from lightning_sonar.optim.step_one import Group, Part, narrowed
 from lightning_sonar.optim.update_watch import UpdateWatch
 
-__all__ = ["BitsAndBytes", "Flash", "LowBit", "TorchAO", "TorchAO4bit", "TorchAOFp8", "class_of"]
+__all__ = ["BitsAndBytes", "Flash", "LowBit", "class_of", "numbered"]
 
 CHUNK = 2**24
 """A chunk holds no more elements than this, where a tensor can be divided so."""
@@ -39,11 +38,14 @@ class LowBit(torch.optim.Optimizer):
     """
 
     library: type[torch.optim.Optimizer]
+    made_of: tuple[type[LowBit], str, str, str]
     watch: UpdateWatch
     part_of: Part | None = None
     chunk = WATCHED_CHUNK
     # Its temporaries are several times the tensor, so it is always stepped in chunks.
     always_chunked = False
+    # Classes of several libraries have the same name.
+    prefix = ""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -74,6 +76,33 @@ class LowBit(torch.optim.Optimizer):
             for tensor in group["params"]:
                 if tensor.requires_grad:
                     self._state_of(group, tensor)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            ValueError: if it has other groups than this optimizer; nothing is loaded then.
+        """
+        check_groups(self, state_dict["param_groups"])
+        super().load_state_dict(state_dict)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time, so it cannot be found by its name.
+        return _empty, self.made_of, self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Torch's own leaves out the library's settings. Hooks and a scheduler's patches stay behind, as with any
+        # optimizer; so do the library's managers, of which a process has one.
+        left = ("step", "_opt_called", "part_of", "mng", "page_mng")
+        return {k: v for k, v in vars(self).items() if k not in left and not k.startswith("_optimizer_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what `__getstate__` returned, or groups and state of a state dict."""
+        if "watch" in state:
+            # A library's own would take it for a state dict.
+            torch.optim.Optimizer.__setstate__(self, state)
+        else:
+            super().__setstate__(state)
 
     def _step_tensor(self, group: Group, tensor: Tensor) -> None:
         state, grad = self._state_of(group, tensor), tensor.grad
@@ -114,6 +143,45 @@ class LowBit(torch.optim.Optimizer):
 class BitsAndBytes(LowBit):
     """bitsandbytes' optimizers."""
 
+    prefix = "BitsAndBytes"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `LowBit`; the managers are this process's."""
+        super().__setstate__(state)
+        if "mng" not in vars(self):
+            self.mng = import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
+            self.page_mng = import_module("bitsandbytes.functional").GlobalPageManager.get_instance()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+        """Load what `state_dict` of this class, of bitsandbytes or of any `torch.optim.AdamW` returned.
+
+        Float moments are quantised, where this optimizer would: each to the nearest code of its block.
+
+        Raises:
+            ValueError: if it has other groups, or neither codes nor float moments; nothing is loaded then.
+        """
+        check_groups(self, state_dict["param_groups"])
+        floats = {number: entry for number, entry in state_dict["state"].items() if not _is_bitsandbytes(entry)}
+        check_moments(self, floats)
+        kept = {number: entry for number, entry in state_dict["state"].items() if number not in floats}
+        library: Any = self.library
+        library.load_state_dict(self, {**state_dict, "state": kept}, move_to_device)
+        for number, group, tensor in numbered(state_dict["param_groups"], self.param_groups):
+            if floats.get(number):
+                self._take_moments(group, tensor, floats[number])
+
+    def _take_moments(self, group: Group, tensor: Tensor, saved: dict[str, Any]) -> None:
+        self._new_state(group, tensor)
+        state = self.state[tensor]
+        state["step"] = int(saved["step"])
+        for index, name in enumerate(MOMENTS, start=1):
+            codes, moment = state[f"state{index}"], saved[name].to(tensor.device)
+            if codes.dtype == torch.uint8:
+                quantised.encode_(codes, state[f"absmax{index}"], moment, state[f"qmap{index}"])
+            else:
+                codes.copy_(moment)
+
     def _new_state(self, group: Group, tensor: Tensor) -> None:
         copy = narrowed(self, group, tensor, {"mng": _no_overrides()}, self.library)
         copy.state = self.state
@@ -126,107 +194,22 @@ class BitsAndBytes(LowBit):
         copy.step()
 
 
+def _is_bitsandbytes(entry: dict[str, Any]) -> bool:
+    return any("state1" in names for names in (entry, *(v for v in entry.values() if isinstance(v, dict))))
+
+
+def numbered(saved: list[Group], groups: list[Group]) -> Iterator[tuple[Any, Group, Tensor]]:
+    """Numbers that a state dict gives to parameters, with their group and themselves."""
+    for saved_group, group in zip(saved, groups, strict=True):
+        for number, tensor in zip(saved_group["params"], group["params"], strict=True):
+            yield number, group, tensor
+
+
 def _no_overrides() -> Any:
     manager = import_module("bitsandbytes.optim").GlobalOptimManager
     empty = object.__new__(manager)
     empty.initialize()
     return empty
-
-
-class TorchAO(LowBit):
-    """torchao's optimizers; this one is the 8-bit one.
-
-    Attributes:
-        wide: temporaries of a chunk's size that the compiled update keeps, beside a scale for each block of both
-            moments; read off the code that torch 2.13's inductor writes for a CPU.
-    """
-
-    always_chunked = True
-    chunk = CHUNK
-    wide: tuple[torch.dtype, ...] = (torch.float32, torch.float32)
-
-    def _new_state(self, group: Group, tensor: Tensor) -> None:
-        new = self._new_buffer  # type: ignore[attr-defined]
-        state = self.state[tensor]
-        state["step"] = torch.tensor(0.0)
-        state["exp_avg"] = new(tensor, True)
-        state["exp_avg_sq"] = new(tensor, False)
-
-    def _run(self, group: Group, tensor: Tensor, state: dict[str, Any]) -> None:
-        if not isinstance(group["lr"], Tensor):  # as a user, or a checkpoint of another AdamW, may have left it
-            group = {**group, "lr": torch.tensor(group["lr"], dtype=torch.float32)}
-        # Compiled code cannot start under a dispatch mode, such as that of the memory tracker.
-        with _disable_current_modes(), _uninitialised():
-            super()._run(group, tensor, state)
-        block = quantised.block_of(state)
-        if block > 1:
-            # Its package imports the whole of this one.
-            from lightning_sonar.memory.tracker import note_hidden
-
-            nbytes = sum(dtype.itemsize for dtype in self.wide) * tensor.numel() + 2 * 4 * (tensor.numel() // block)
-            note_hidden(nbytes, f"{type(self).__name__}'s compiled update", tensor.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's, with quantised tensors taken apart into plain ones: codes and scales.
-
-        The library's own tensors do not load through a callable ``map_location``, which Lightning passes, and not
-        with ``weights_only`` before torchao is imported.
-        """
-        saved = super().state_dict()
-        state = {k: {name: quantised.packed(v) for name, v in entry.items()} for k, entry in saved["state"].items()}
-        return {**saved, "state": state}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class, of torchao's or of `torch.optim.AdamW` returned.
-
-        Float moments are quantised.
-
-        Raises:
-            ValueError: if a moment was saved with another block size or shape.
-        """
-        moments = ("exp_avg", "exp_avg_sq")
-        plain = {
-            key: {name: value for name, value in entry.items() if name not in moments}
-            for key, entry in state_dict["state"].items()
-        }
-        # Torch would cast codes to the parameter's dtype.
-        super().load_state_dict({**state_dict, "state": plain})
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-        for number, tensor in zip(numbers, tensors, strict=True):
-            for name, signed in zip(moments, (True, False), strict=True):
-                if number in state_dict["state"]:
-                    new = self._new_buffer(tensor, signed)  # type: ignore[attr-defined]
-                    quantised.fill(new, state_dict["state"][number][name], f"{name} of parameter {number}")
-                    self.state[tensor][name] = new
-
-
-@contextmanager
-def _uninitialised() -> Iterator[None]:
-    """Deterministic algorithms fill new memory, by an operator that torchao's tensors have not; it is all written."""
-    settings: Any = torch.utils.deterministic
-    before = settings.fill_uninitialized_memory
-    if before:
-        settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        if before:
-            settings.fill_uninitialized_memory = True
-
-
-class TorchAO4bit(TorchAO):
-    """torchao's 4-bit optimizer, whose temporaries are 26 bytes an element."""
-
-    chunk = CHUNK // 2
-    wide = (torch.uint8, torch.uint8, torch.float32, torch.float32, torch.int64, torch.int64)
-
-
-class TorchAOFp8(TorchAO):
-    """torchao's float8 optimizer, whose temporaries are a scale for each block."""
-
-    wide = ()
 
 
 class Flash(LowBit):
@@ -256,4 +239,10 @@ def class_of(ours: type[LowBit], module: str, name: str, extra: str) -> type[Low
             f"{name} needs the package {package}, which is not installed. Install it with "
             f"pip install 'lightning-sonar[{extra}]'."
         ) from error
-    return type(name, (ours, library), {"library": library, "__module__": __name__, "__doc__": library.__doc__})
+    members = {"library": library, "made_of": (ours, module, name, extra), "__doc__": library.__doc__}
+    return type(f"{ours.prefix}{name}", (ours, library), {**members, "__module__": __name__})
+
+
+def _empty(ours: type[LowBit], module: str, name: str, extra: str) -> LowBit:
+    """An optimizer that has yet to be given its state: the first half of unpickling and copying one."""
+    return object.__new__(class_of(ours, module, name, extra))

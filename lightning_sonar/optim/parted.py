@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from lightning_sonar.experts import find_expert_tensors
+from lightning_sonar.experts import NoExpertsError, find_expert_tensors
 from lightning_sonar.optim.step_one import Group, is_element_wise
 
 __all__ = ["ExpertsAndDense"]
@@ -29,10 +29,14 @@ class ExpertsAndDense(torch.optim.Optimizer):
         ExpertsAndDense(model, experts=bnb_adamw8bit, dense=FusedAdamW, lr=1e-5)
         ExpertsAndDense(model, experts=partial(bnb_adamw8bit, lr=1e-5), dense=partial(FusedAdamW, lr=3e-5))
 
+    A norm over the gradients of all groups, as in modes that clip all by it, is summed in the order of the groups,
+    experts first: its last bit, and so a clipped step, may differ from that of one optimizer over all parameters.
+
     Args:
         params: a module, whose experts `find_expert_tensors` finds; or what any optimizer takes (parameters, named
             parameters, groups), of which the tensors with three or more dimensions, ``[E, ...]``, are the experts.
-            Groups are divided and keep their settings. Parameters that need no gradient are left out.
+            Groups are divided and keep their settings. Parameters that need no gradient are left out; if that leaves no
+            expert tensor, the dense optimizer updates all there is, and the experts' has an empty group.
         experts: makes the optimizer of the expert tensors from groups.
         dense: makes the optimizer of all others.
         shared: settings passed to both, such as ``lr``.
@@ -43,13 +47,16 @@ class ExpertsAndDense(torch.optim.Optimizer):
         found_inf: as for `FusedAdamW`, passed on to both. Meant for children that read it.
 
     Raises:
-        ValueError: if there is no expert tensor, or nothing else.
+        ValueError: if there is no expert tensor, not even a frozen one, or nothing else to update.
     """
 
     def __init__(
         self, params: ParamsT | nn.Module, experts: OptimizerFactory, dense: OptimizerFactory, **shared: Any
     ) -> None:
-        divided = _divide(params)
+        divided, frozen = _divide(params)
+        if frozen and divided[1] and not divided[0]:
+            # Numbers of groups stay those of any other run.
+            divided[0].append({"params": []})
         kinds = ("expert tensor [E, ...]", "dense parameter")
         for groups, found, missing in zip(divided, divided[::-1], kinds, strict=True):
             if not groups:
@@ -103,7 +110,7 @@ class ExpertsAndDense(torch.optim.Optimizer):
         if self._joining:
             super().add_param_group(param_group)
             return
-        experts, dense = _divide([param_group])
+        (experts, dense), _ = _divide([param_group])
         if experts and dense:
             raise ValueError(
                 "This parameter group holds expert tensors [E, ...] and other parameters, which have optimizers of "
@@ -170,11 +177,25 @@ class ExpertsAndDense(torch.optim.Optimizer):
         self._join()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "experts": self.experts, "dense": self.dense, "_joining": False}
+        # Groups and state are the children's. Each writes its own state only: a child may have to write it in its way.
+        return {
+            "defaults": self.defaults,
+            "experts": self._alone(self.experts),
+            "dense": self._alone(self.dense),
+            "_joining": False,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._join()
+
+    def _alone(self, child: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The same child, but with the state of its own parameters alone."""
+        twin = object.__new__(type(child))
+        mine = {p for group in child.param_groups for p in group["params"]}
+        own = defaultdict(dict, {p: state for p, state in self.state.items() if p in mine})
+        twin.__dict__.update({**vars(child), "state": own})
+        return twin
 
     def _count(self, child: torch.optim.Optimizer) -> int:
         return sum(len(group["params"]) for group in child.param_groups)
@@ -193,10 +214,16 @@ def _shifted(key: Any, by: int) -> Any:
     return key + by if isinstance(key, int) else key
 
 
-def _divide(params: ParamsT | nn.Module) -> tuple[list[Group], list[Group]]:
-    """The groups of the expert tensors and those of all others."""
+def _divide(params: ParamsT | nn.Module) -> tuple[tuple[list[Group], list[Group]], bool]:
+    """The groups of the expert tensors and those of all others, and whether an expert tensor is frozen."""
+    frozen = False
     if isinstance(params, nn.Module):
-        expert_ids = {id(tensor) for tensor in find_expert_tensors(params).tensors}
+        try:
+            expert_ids = {id(tensor) for tensor in find_expert_tensors(params).tensors}
+        except NoExpertsError as error:
+            if not error.frozen:
+                raise
+            expert_ids, frozen = set(), True
         given: Iterable[Any] = params.parameters()
     else:
         expert_ids, given = None, params
@@ -215,7 +242,8 @@ def _divide(params: ParamsT | nn.Module) -> tuple[list[Group], list[Group]]:
             mine = [e for e in entries if is_expert(e) is wanted and _tensor(e).requires_grad]
             if mine:
                 into.append({**group, "params": mine})
-    return divided
+        frozen = frozen or any(is_expert(entry) and not _tensor(entry).requires_grad for entry in entries)
+    return divided, frozen
 
 
 def _tensor(entry: Any) -> Tensor:

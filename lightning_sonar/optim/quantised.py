@@ -97,6 +97,37 @@ def _slice(name: str, value: Any, tensor: Tensor, start: int, end: int) -> Any:
     return type(part).__tensor_unflatten__(inner, [*meta[:-1], value.dtype])
 
 
+def encode_(codes: Tensor, absmax: Tensor, values: Tensor, qmap: Tensor, block: int = 256) -> None:
+    """Fill codes with those nearest to given values, as bitsandbytes reads them.
+
+    Args:
+        codes: uint8, in any shape.
+        absmax: fp32 ``[ceil(n / block)]``, filled with the largest magnitude of each block.
+        values: floats, in the shape of the codes.
+        qmap: fp32 ``[256]``, ascending: the value of each code, of which the magnitude is at most 1.
+        block: elements that share a maximum.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if values.shape != codes.shape:
+        raise ValueError(
+            f"A saved moment has shape {list(values.shape)}; expected {list(codes.shape)}. It belongs to another model."
+        )
+    between = (qmap[1:] + qmap[:-1]) / 2
+    # Searching takes several times the memory of its part.
+    part = block * 2**14
+    flat, out = values.reshape(-1), torch.empty(codes.numel(), dtype=torch.uint8, device=codes.device)
+    for start in range(0, flat.numel(), part):
+        piece = flat[start : start + part].float()
+        rows = torch.nn.functional.pad(piece, (0, -piece.numel() % block)).view(-1, block)
+        largest = rows.abs().amax(dim=1)
+        absmax[start // block : start // block + len(largest)] = largest
+        found = torch.bucketize(rows / torch.where(largest == 0, 1.0, largest)[:, None], between, out_int32=True)
+        out[start : start + part] = found.view(-1)[: piece.numel()]
+    codes.copy_(out.view(codes.shape))
+
+
 def packed(value: Any) -> Any:
     """A quantised tensor as a dictionary of plain ones; anything else as it is."""
     return {"codes": value.codes, "scale": value.scale} if is_quantised(value) else value

@@ -36,7 +36,7 @@ def with_models(factory: Factory) -> Factory:
 
 
 def label_of(optimizer: torch.optim.Optimizer) -> str:
-    """What a plan calls an optimizer: its class, and ``(model)`` where it stands for another."""
+    """What a plan calls an optimizer: its class, and ``(model)`` where it stands for another, with the library."""
     if isinstance(optimizer, ExpertsAndDense):
         names = [_name(child) for child in optimizer.children]
         model = " (model)" if any(isinstance(child, StandIn) for child in optimizer.children) else ""
@@ -51,10 +51,21 @@ def is_modelled(optimizer: torch.optim.Optimizer) -> bool:
 
 def note_of(optimizer: torch.optim.Optimizer) -> str:
     """What a plan says of a modelled optimizer."""
-    return (
+    children = optimizer.children if isinstance(optimizer, ExpertsAndDense) else (optimizer,)
+    modelled = [child for child in children if isinstance(child, StandIn)]
+    real = [_name(child) for child in children if not isinstance(child, StandIn)]
+    note = (
         f"optimizer {label_of(optimizer).removesuffix(' (model)')} is modelled by the states and temporaries that it "
-        "allocates; of other optimizers in it the step is the real one"
+        "allocates"
     )
+    if real:
+        note += f"; of {real[0]} in it the step is the real one"
+    if any(child.layout.copied(child.settings) for child in modelled):
+        note += (
+            "; the copy of weights that a watched step makes is counted (watch_every=0 makes none), other steps take "
+            "up to 4% less"
+        )
+    return note
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:

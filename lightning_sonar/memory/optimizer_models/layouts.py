@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sonar.optim.low_bit_base import CHUNK, WATCHED_CHUNK, TorchAO, TorchAO4bit, TorchAOFp8
+from lightning_sonar.optim.low_bit_base import CHUNK, WATCHED_CHUNK
+from lightning_sonar.optim.low_bit_torchao import TorchAO, TorchAO4bit, TorchAOFp8
 
 Buffer = tuple[int, torch.dtype]
 """Number of elements, and their dtype."""
@@ -24,7 +25,7 @@ class Layout:
     """What one optimizer allocates. Base of the three libraries' layouts.
 
     Attributes:
-        name: the optimizer's class.
+        name: the library, short, and the class; several libraries have an ``AdamW8bit``.
         block: elements that share a scale, unless the optimizer is told otherwise.
         chunk: most elements of a chunk.
     """
@@ -130,8 +131,8 @@ class FlashLayout(Layout):
         return False
 
 
-BITSANDBYTES = BitsAndBytesLayout("AdamW8bit", 256, WATCHED_CHUNK)
-TORCHAO_8BIT = TorchAOLayout("AdamW8bit", 256, TorchAO.chunk, wide=TorchAO.wide)
-TORCHAO_4BIT = TorchAOLayout("AdamW4bit", 128, TorchAO4bit.chunk, bits=4, wide=TorchAO4bit.wide)
-TORCHAO_FP8 = TorchAOLayout("AdamWFp8", 256, TorchAOFp8.chunk, codes=torch.float8_e4m3fn, wide=TorchAOFp8.wide)
+BITSANDBYTES = BitsAndBytesLayout("bnb AdamW8bit", 256, WATCHED_CHUNK)
+TORCHAO_8BIT = TorchAOLayout("ao AdamW8bit", 256, TorchAO.chunk, wide=TorchAO.wide)
+TORCHAO_4BIT = TorchAOLayout("ao AdamW4bit", 128, TorchAO4bit.chunk, bits=4, wide=TorchAO4bit.wide)
+TORCHAO_FP8 = TorchAOLayout("ao AdamWFp8", 256, TorchAOFp8.chunk, codes=torch.float8_e4m3fn, wide=TorchAOFp8.wide)
 FLASH = FlashLayout("FlashAdamW", 32)
