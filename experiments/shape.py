@@ -73,7 +73,7 @@ class Shape:
 
 
 def state_bytes(optimizer: DictConfig, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes of state for each element of a dense and of an expert tensor, found by stepping one of each on fake tensors.
+    """Bytes of state for each element of a dense and of an expert tensor, by stepping one of each on fake tensors.
 
     Low-bit optimizers are stood for by their models, which allocate as much. 0 where one cannot be made here: it then
     prunes nothing.

@@ -22,8 +22,8 @@ class HostSums:
     Sums are float32 (float64 of float64 gradients), added in the order of the microbatches: for float32 gradients they
     are those that ``.grad`` itself would hold, bit for bit; for bfloat16 each sum is rounded once, where ``.grad``
     would round at each addition. A buffer is made at the first sum of its tensor and used again in later steps. A
-    sharded tensor's is that of this rank's shard. Where ``zero_grad`` between microbatches drops the gradients that are on
-    the device, the sums go with them.
+    sharded tensor's is that of this rank's shard. Where ``zero_grad`` between microbatches drops the gradients that are
+    on the device, the sums go with them.
 
     On CUDA a gradient goes through one pinned buffer of its own dtype, on the current stream, and the host waits for
     each copy before it adds: the device's queue runs empty once a tensor and microbatch.

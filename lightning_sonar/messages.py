@@ -68,8 +68,8 @@ def not_repeatable(shape: tuple[int, ...], first: float, again: float) -> str:
     return (
         f"expert_clip='exact' runs backward twice, and the gradient of a tensor of shape {list(shape)} had the norm "
         f"{first:.4g} in the first pass and {again:.4g} in the second: a backward of this model overwrites what it "
-        "saved (some fused kernels do, to save memory), or draws random numbers. Updates would be wrong, so this one was not "
-        "made. Turn that kernel off, or use expert_clip='lagged', 'per_tensor' or 'per_expert'."
+        "saved (some fused kernels do, to save memory), or draws random numbers. Updates would be wrong, so this one "
+        "was not made. Turn that kernel off, or use expert_clip='lagged', 'per_tensor' or 'per_expert'."
     )
 
 

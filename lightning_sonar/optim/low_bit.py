@@ -1,7 +1,7 @@
 """AdamW with low-bit states: bitsandbytes', torchao's and FlashOptim's.
 
-The arithmetic and the states are the libraries' own; what is added stands in `low_bit_base`. A library is imported
-when an optimizer is made, not before.
+The arithmetic and the states are the libraries' own; what is added stands in `low_bit_base` and `low_bit_torchao`.
+A library is imported when an optimizer is made, not before.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def bnb_adamw8bit(
     """bitsandbytes' AdamW8bit: two bytes of state for each parameter, 8 bytes for each block of 256. CPU and GPU.
 
     Codes of a tensor are uint8 with one fp32 maximum for 256 elements; all tensors share two maps of 1 KB. Tensors of
-    fewer than ``min_8bit_size`` elements keep fp32 states. No temporaries, no compilation; resumes bitwise. Overrides
-    through its ``GlobalOptimManager`` are not read: they go by position. On a GPU the library waits for the
-    device after each tensor.
+    fewer than ``min_8bit_size`` elements keep fp32 states. No temporaries, no compilation; resumes bitwise, and from a
+    checkpoint of an AdamW, whose moments it quantises. Overrides through its ``GlobalOptimManager`` are not read: they
+    go by position. On a GPU the library waits for the device after each tensor.
 
     Args:
         params: as for any torch optimizer; fp32, bf16 or fp16.

@@ -63,7 +63,7 @@ class TorchAO(LowBit):
     def __getstate__(self) -> dict[str, Any]:
         # The library's tensors can be neither copied nor pickled.
         kept = super().__getstate__()
-        packed = {key: {k: quantised.packed(v) for k, v in entry.items()} for key, entry in kept["state"].items()}
+        packed = {key: {k: _pickled(v) for k, v in entry.items()} for key, entry in kept["state"].items()}
         return {**kept, "state": packed}
 
     @torch.no_grad()
@@ -74,7 +74,12 @@ class TorchAO(LowBit):
             self.state = defaultdict(dict, {key: self._unpacked(key, entry) for key, entry in self.state.items()})
 
     def _unpacked(self, tensor: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-        return {k: self._moment(tensor, k, v, k) if isinstance(v, dict) else v for k, v in entry.items()}
+        unpacked = dict(entry)
+        for name, value in entry.items():
+            if isinstance(value, dict):
+                parts = {"codes": value["codes"].view(value["dtype"]), "scale": value["scale"]}
+                unpacked[name] = self._moment(tensor, name, parts, name)
+        return unpacked
 
     def _moment(self, tensor: Tensor, name: str, saved: Any, what: str) -> Tensor:
         """A moment of a parameter, filled with a saved one; only the first one has a sign."""
@@ -103,16 +108,28 @@ class TorchAO(LowBit):
         """
         check_groups(self, state_dict["param_groups"])
         check_moments(self, state_dict["state"], packed=True)
+        new: dict[Tensor, dict[str, Tensor]] = {}
+        for number, _, tensor in numbered(state_dict["param_groups"], self.param_groups):
+            entry = state_dict["state"].get(number)
+            if entry:
+                new[tensor] = {
+                    name: self._moment(tensor, name, entry[name], f"{name} of parameter {number}") for name in MOMENTS
+                }
         plain = {
             key: {name: value for name, value in entry.items() if name not in MOMENTS}
             for key, entry in state_dict["state"].items()
         }
         # Torch would cast codes to the parameter's dtype.
         super().load_state_dict({**state_dict, "state": plain})
-        for number, _, tensor in numbered(state_dict["param_groups"], self.param_groups):
-            entry = state_dict["state"].get(number)
-            for name in MOMENTS if entry else ():
-                self.state[tensor][name] = self._moment(tensor, name, entry[name], f"{name} of parameter {number}")
+        for tensor, moments in new.items():
+            self.state[tensor].update(moments)
+
+
+def _pickled(value: Any) -> Any:
+    """A quantised tensor as plain ones that pickle knows; float8 is unknown to it."""
+    if not quantised.is_quantised(value):
+        return value
+    return {"codes": value.codes.view(torch.uint8), "scale": value.scale, "dtype": value.codes.dtype}
 
 
 @contextmanager

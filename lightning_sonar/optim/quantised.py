@@ -98,7 +98,7 @@ def _slice(name: str, value: Any, tensor: Tensor, start: int, end: int) -> Any:
 
 
 def encode_(codes: Tensor, absmax: Tensor, values: Tensor, qmap: Tensor, block: int = 256) -> None:
-    """Fill codes with those nearest to given values, as bitsandbytes reads them.
+    """Fill codes with those nearest to given values, as bitsandbytes reads them; what is above zero stays above it.
 
     Args:
         codes: uint8, in any shape.
@@ -124,6 +124,8 @@ def encode_(codes: Tensor, absmax: Tensor, values: Tensor, qmap: Tensor, block: 
         largest = rows.abs().amax(dim=1)
         absmax[start // block : start // block + len(largest)] = largest
         found = torch.bucketize(rows / torch.where(largest == 0, 1.0, largest)[:, None], between, out_int32=True)
+        # A second moment that becomes zero would blow up the update. Only a map without signs begins with zero.
+        found = torch.where((found == 0) & (rows > 0), 1, found)
         out[start : start + part] = found.view(-1)[: piece.numel()]
     codes.copy_(out.view(codes.shape))
 
@@ -137,7 +139,7 @@ def fill(new: Tensor, saved: Any, name: str) -> None:
     """Fill a fresh state with what `packed` returned, a quantised tensor, or plain values, which are quantised.
 
     Raises:
-        ValueError: if the shapes differ.
+        ValueError: if shapes or the codes' dtypes differ.
     """
     if is_quantised(saved):
         saved = packed(saved)
@@ -151,6 +153,11 @@ def fill(new: Tensor, saved: Any, name: str) -> None:
         raise ValueError(
             f"The saved state of {name} has codes and scales of shapes {found}; expected {expected}. It was written "
             "with another block_size or another optimizer; resume with that one."
+        )
+    if saved["codes"].dtype != target.codes.dtype:
+        raise ValueError(
+            f"The saved state of {name} has codes of {saved['codes'].dtype}; expected {target.codes.dtype}. It was "
+            "written by another optimizer; resume with that one."
         )
     target.codes.copy_(saved["codes"])
     target.scale.copy_(saved["scale"])
