@@ -173,7 +173,9 @@ def test_the_saving_melts_with_tokens_on_a_cpu_as_planned():
             saved[kind, sonar["tokens"], sonar["checkpointing"]] = 1 - sonar[kind] / standard[kind]
     for kind in ("planned", "tracked"):
         assert saved[kind, 2048, False] < saved[kind, 256, False] - 0.05
-        assert saved[kind, 2048, True] > saved[kind, 256, True] - 0.03
+        # With whole activations more than half of the saving goes; with small ones four fifths of it stay.
+        assert saved[kind, 2048, True] > 0.8 * saved[kind, 256, True]
+        assert saved[kind, 2048, False] < 0.5 * saved[kind, 256, False]
     assert all(saved["tracked", n, c] == pytest.approx(saved["planned", n, c], abs=0.01) for _, n, c in saved)
 
 
