@@ -57,7 +57,7 @@ class TorchAO(Ordinary):
     note = "what its compiled update takes for a moment is not seen: the peak is a lower bound"
 
     def ordinary(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        from torchao.optim import AdamW8bit
+        from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
 
         return AdamW8bit(parameters, lr=1.0, weight_decay=1e-2)
 
