@@ -13,8 +13,8 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from experiments.family_shapes import FAMILIES, PATTERNS, SIZES
+from experiments.measuring import deterministic
 from lightning_sonar import FusedAdamW, SonarMoEStrategy, find_expert_tensors, models
 from lightning_sonar.data import DataError, check_packing
 from lightning_sonar.language_model import LanguageModel
@@ -156,7 +157,7 @@ def compare(family: str, dtype: str = "bfloat16") -> Family:
     start = time.perf_counter()
     for row.dtype in dict.fromkeys([dtype, "float32"]):
         try:
-            with _deterministic():
+            with deterministic():
                 _compare(row)
             row.works = True
             break
@@ -256,17 +257,6 @@ def markdown(rows: Sequence[Family], dtype: str) -> str:
             f"{'yes' if row.packs else 'no'} | {how} |"
         )
     return "\n".join(lines) + "\n"
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Repeatable kernels: in float32 the CPU's backward of grouped_mm does not repeat itself otherwise."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def _quiet() -> None:

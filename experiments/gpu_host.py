@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.gpu_parts import Check, runs_here
+from experiments.gpu_parts import Check, emit_bitwise, runs_here
 from experiments.measuring import Training, batch_of, build, measure_mode
 
 MICRO = 2
@@ -85,15 +85,6 @@ def _bitwise(check: Check, backend: str) -> None:
         if base is None:
             continue
         reference, these = values[base], values[label]
-        different = [name for name in reference if not torch.equal(reference[name], these[name])]
-        check.emit(
-            f"host bitwise {backend} {label}",
-            f"{backend}: {label} against {base}, {str(dtype).removeprefix('torch.')}: "
-            f"{len(reference) - len(different)} of {len(reference)} tensors (parameters and state) equal to the bit"
-            + (f", not {', '.join(different[:3])}" if different else ""),
-            ok=not different,
-            backend=backend,
-            tensors=len(reference),
-            different=different,
-        )
+        what = f"{backend}: {label} against {base}, {str(dtype).removeprefix('torch.')}"
+        emit_bitwise(check, f"host bitwise {backend} {label}", what, reference, these, backend=backend)
     torch.use_deterministic_algorithms(False)

@@ -42,6 +42,22 @@ class Check:
     emit: Emit
 
 
+def emit_bitwise(
+    check: Check, name: str, what: str, reference: dict[str, Tensor], values: dict[str, Tensor], **more: Any
+) -> None:
+    """Report how many tensors, parameters and state by name, are equal to the bit."""
+    different = [key for key in reference if not torch.equal(reference[key], values[key])]
+    check.emit(
+        name,
+        f"{what}: {len(reference) - len(different)} of {len(reference)} tensors (parameters and state) equal to the bit"
+        + (f", not {', '.join(different[:3])}" if different else ""),
+        ok=not different,
+        tensors=len(reference),
+        different=different,
+        **more,
+    )
+
+
 def runs_here(check: Check, backend: str) -> bool:
     """Whether a backend runs, with a record of what is missing if not."""
     missing = None if backend not in BACKENDS else BACKENDS[backend].missing(check.device)

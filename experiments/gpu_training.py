@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.gpu_parts import Check, runs_here
+from experiments.gpu_parts import Check, emit_bitwise, runs_here
 from experiments.measuring import TABLE_MODES, TOY, Training, batch_of, build, measure_mode
 from lightning_sonar.memory.planner import plan_memory
 
@@ -86,18 +86,8 @@ def bitwise(check: Check, backend: str) -> None:
         if not reference:
             reference = values
             continue
-        different = [name for name in reference if not torch.equal(reference[name], values[name])]
-        check.emit(
-            f"bitwise {backend} {label}",
-            f"{backend}: {label} against standard_no_expert_clip: {len(reference) - len(different)} of "
-            f"{len(reference)} tensors (parameters and state) equal to the bit"
-            + (f", not {', '.join(different[:3])}" if different else ""),
-            ok=not different,
-            backend=backend,
-            mode=label,
-            tensors=len(reference),
-            different=different,
-        )
+        what = f"{backend}: {label} against standard_no_expert_clip"
+        emit_bitwise(check, f"bitwise {backend} {label}", what, reference, values, backend=backend, mode=label)
 
 
 def predicted(check: Check, measured: list[dict[str, Any]]) -> None:

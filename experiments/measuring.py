@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,17 @@ TOY: dict[str, dict[str, Any]] = {
     "granite": {**_TOY, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1},
 }
 """What makes a model small enough for Triton's interpreter."""
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Repeatable kernels: the fp32 backward of grouped_mm on a CPU does not repeat itself otherwise."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def wait(device: torch.device) -> None:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
+from experiments.measuring import deterministic
 from experiments.result import versions, write_json
 from lightning_sonar import FusedAdamW, find_expert_tensors, models, release_in_backward
 from lightning_sonar.data import InstructionData
@@ -215,14 +216,10 @@ def run(settings: Settings, out: Path, say: Callable[[str], None] = print) -> li
     out.mkdir(parents=True, exist_ok=True)
     results = []
     # Without it, the CPU's float32 backward of grouped_mm does not repeat itself, and equal runs would differ.
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         for policy in POLICIES:
             results.append(train(policy, settings, batches, heldout, data.vocab_size))
             say(f"{policy.label}: held-out loss {results[-1]['end']:.3f} ({results[-1]['seconds']:.0f} s)")
-    finally:
-        torch.use_deterministic_algorithms(before)
     write_json(out / "planted_batch.json", {"settings": vars(settings), "results": results, "versions": versions()})
     (out / "planted_batch.md").write_text(table_of(results))
     draw(results, settings, out / "planted_batch.png")

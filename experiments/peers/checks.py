@@ -7,8 +7,7 @@ of an ordinary optimizer. That is torch's AdamW, or the peer's own where the pee
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from experiments.measuring import batch_of
+from experiments.measuring import batch_of, deterministic
 from experiments.peers.base import Batch, CannotRunError, Observer, Plan, Recipe, shares, trained
 from lightning_sonar import models
 from lightning_sonar.experts import find_expert_tensors
@@ -168,17 +167,6 @@ def check(recipe: Recipe) -> dict[str, Cell]:
             except Exception as error:  # whatever a peer raises is its answer
                 found[name] = {"cell": f"no (raises {type(error).__name__})", "gap": None, "said": str(error)}
     return found
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Without it the fp32 backward of grouped_mm on a CPU does not repeat itself."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def _plan(lrs: Sequence[float], microbatches: int = 1, max_norm: float | None = None) -> Plan:
