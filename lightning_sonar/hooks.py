@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sonar import messages
-from lightning_sonar.accumulate import HostSums
 from lightning_sonar.clipping import GradNorms, clip_value_
 from lightning_sonar.expert_clip import POLICIES, Unclipped
 from lightning_sonar.modes import Mode
 from lightning_sonar.nonfinite import NonfiniteGuard
-from lightning_sonar.optim.offload import HostStates
 from lightning_sonar.optim.step_one import Group, owner_of, step_slice, step_tensor
 from lightning_sonar.protocols import Accumulation, Observer, Ranks
 from lightning_sonar.two_pass import TwoPass
@@ -47,7 +45,6 @@ class GradientHooks:
         accumulation: Accumulation,
         guard: NonfiniteGuard,
         measure_norms: bool,
-        offload: bool = False,
     ) -> None:
         self.mode = mode
         self.accumulation = accumulation
@@ -78,8 +75,6 @@ class GradientHooks:
         self._norms = GradNorms() if measure_norms else None
         self._two_pass = TwoPass(True, guard.checks_gradients) if mode.expert_clip == "exact" else None
         self._expert_clip: Unclipped = self._two_pass or POLICIES[mode.expert_clip]()
-        self._sums = HostSums() if accumulation == "host" and mode.in_backward != "none" else None
-        self._states = HostStates(self.experts.values(), optimizer) if offload else None
 
     @property
     def experts(self) -> dict[str, Tensor]:
@@ -98,10 +93,6 @@ class GradientHooks:
         self.observers.clear()
         for tensor in [t for t, owner in _released.items() if owner() is self]:
             del _released[tensor]
-        if self._sums is not None:
-            self._sums.free()
-        if self._states is not None:
-            self._states.remove()
         optimizer = self._optimizer()
         if optimizer is not None:
             self._guard.withdraw(optimizer)
@@ -132,11 +123,10 @@ class GradientHooks:
         if tensor.grad is None:
             return
         if self._accumulating and self.accumulation != "per_microbatch":
-            if self._sums is not None:
-                self._put_aside(tensor, self._sums)
+            self._hold(tensor)
             return
-        if self._sums is not None and not part:
-            self._complete(tensor, self._sums)
+        if not part:
+            self._complete(tensor)
         if self.ranks is None:
             self._act(part, tensor)
         elif not part:  # of a tensor's slices the first hook updates all, once they are averaged
@@ -150,49 +140,23 @@ class GradientHooks:
         if two is not None and two.measuring and two.frees_dense and may_free and tensor.grad is not None:
             two.measure(tensor)
 
-    # Sums in host memory.
+    def _hold(self, tensor: Tensor) -> None:
+        """Keep a gradient that is not its step's last: where it is, unless it is moved to the host."""
+
+    def _complete(self, tensor: Tensor) -> None:
+        """Make the last microbatch's gradient the step's: it is, unless earlier ones have gone to the host."""
+
+    def _keep_average(self, tensor: Tensor) -> None:
+        """What was averaged over ranks is measured, and needed again when the norm is known."""
 
     @property
     def _on_sums(self) -> bool:
         """Whether expert gradients of earlier microbatches wait in host memory."""
-        return self._sums is not None and self._sums.under_way
+        return False
 
     @property
     def _measuring(self) -> bool:
         return self._two_pass is not None and self._two_pass.measuring
-
-    def _put_aside(self, tensor: Tensor, sums: HostSums) -> None:
-        """Take a gradient that is not its step's last to the host."""
-        if tensor.grad is not None and tensor.grad.requires_grad:
-            raise RuntimeError(messages.create_graph(self._name(tensor)))
-        for observer in self.observers:
-            observer.on_gradient(tensor)
-        if self._guard.skipping:
-            tensor.grad = None
-        else:
-            sums.add(tensor)
-
-    def _complete(self, tensor: Tensor, sums: HostSums) -> None:
-        """Make the last microbatch's gradient the sum of all."""
-        if self._guard.skipping or (self._measuring and not sums.under_way):
-            return
-        # What is only measured now is brought back when the norm is known.
-        sums.complete(tensor, keep=self._measuring)
-
-    def _bring_left(self, averaged: bool = False) -> None:
-        """Act on sums whose tensors the last microbatch has not reached, or, `averaged`, that it has measured."""
-        sums = self._sums
-        if sums is None or not sums.under_way or self._accumulating:
-            return
-        if self._guard.skipping:
-            sums.clear()
-            return
-        for tensor in list(self._parameters()):
-            measured = self._two_pass is not None and self._measuring and self._two_pass.has_measured(tensor)
-            if not sums.begun(tensor) or tensor.grad is not None or measured:
-                continue
-            sums.bring(tensor, keep=self._measuring)
-            self._act_on([tensor] if averaged or self.ranks is None else self.ranks.take(tensor))
 
     def _act_on(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -213,8 +177,7 @@ class GradientHooks:
             self._check(tensor, grad)
             self._show(tensor, grad)
             if two is not None and two.measuring:
-                if self.ranks is not None and self._sums is not None and self._sums.begun(tensor):
-                    self._sums.store(tensor)  # it is the average by now
+                self._keep_average(tensor)
                 two.measure(tensor)
                 return
             self._fired.add(id(tensor))
@@ -252,22 +215,19 @@ class GradientHooks:
 
     def _update(self, part: int | None, tensor: Tensor) -> None:
         optimizer = self._live_optimizer()
-        group = self._group_of(tensor, optimizer)
         pending = self._pending.setdefault(id(tensor), {})
         if not part:
             pending["attributes"] = self._attributes(tensor, optimizer)
-        attributes = pending["attributes"]
-        if attributes is None:
-            return
-        states = self._states if self._states is not None and self._states.keeps(tensor) else None
-        if states is not None and not part:
-            states.fetch(tensor)
+        if pending["attributes"] is not None:
+            self._step(part, tensor, pending)
+
+    def _step(self, part: int | None, tensor: Tensor, pending: dict[str, Any]) -> None:
+        optimizer = self._live_optimizer()
+        group, attributes = self._group_of(tensor, optimizer), pending["attributes"]
         if part is None:
             step_tensor(optimizer, group, tensor, **attributes)
         else:
             step_slice(optimizer, group, tensor, part, pending.setdefault("slices", {}), **attributes)
-        if states is not None and (part is None or part == tensor.shape[0] - 1):
-            states.put_back(tensor)
         # A fused update does not bump the version counter, and a second backward through a graph that saved the
         # old weight would then silently use the new one.
         torch.autograd.graph.increment_version(tensor)
@@ -306,26 +266,6 @@ class GradientHooks:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The optimizer is about to step what has a gradient."""
-        if any(value is not None for value in (*args[1:], *kwargs.values())):
-            return  # a closure, in which the last backward is still to come
-        self._bring_left()
-        self._step_streamed()
-
-    def _step_streamed(self) -> None:
-        """Step tensors whose states are in host memory, and which no hook has updated."""
-        states, optimizer = self._states, self._live_optimizer()
-        if states is None:
-            return
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                if tensor.grad is None or not states.keeps(tensor):
-                    continue
-                states.fetch(tensor)
-                step_tensor(optimizer, group, tensor)
-                torch.autograd.graph.increment_version(tensor)
-                states.put_back(tensor)
-                self._fired.add(id(tensor))
-                tensor.grad = None
 
     def _on_step(self, *_: Any) -> None:
         """The optimizer has stepped: the step is whole."""
@@ -336,17 +276,10 @@ class GradientHooks:
             text = messages.DENSE_LEFT_UNCLIPPED if unclipped else messages.LAGGED_WITHOUT_CLIP
             warnings.warn(text, stacklevel=2)
         self._expert_clip.abandon()
-        self._end_host_step()
         self._guard.end_step(self._live_optimizer())
         self._fired.clear()
         self._hooks_last, self._hooks_now = self._hooks_now, 0
         self._enter("done")
-
-    def _end_host_step(self) -> None:
-        if self._sums is not None:
-            self._sums.clear()
-        if self._states is not None:
-            self._states.end_step()
 
     # The optimizer and its tensors.
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lightning_sonar import messages
 from lightning_sonar.clipping import ClipAlgorithm, check_clip, clip_norm_, clip_value_, with_gradients
-from lightning_sonar.hooks import GradientHooks, is_released
+from lightning_sonar.hooks import is_released
+from lightning_sonar.host_hooks import HostHooks
 from lightning_sonar.modes import mode_name
 from lightning_sonar.optim.offload import HostStates
 from lightning_sonar.protocols import Accumulation, Observer, Ranks
@@ -27,7 +28,7 @@ from lightning_sonar.two_pass import TwoPass
 __all__ = ["Accumulation", "InBackward", "Observer", "Ranks", "is_released"]
 
 
-class InBackward(GradientHooks):
+class InBackward(HostHooks):
     """Hooks on the tensors that step inside backward, and the step around them. Made by `release_in_backward`.
 
     Attributes:
