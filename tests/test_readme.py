@@ -10,10 +10,21 @@ from helpers import batches, loader, small_model
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.S | re.M)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each page's lines in sh blocks, and its commands within the text."""
+    found = [(page, line) for page in PAGES for block in blocks("sh", page) for line in block.splitlines()]
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.S | re.M)
+        inline = re.findall(r"`(python\s[^`]+)`", prose)
+        found.extend((page, " ".join(line.split())) for line in inline)
+    return [(page, line.split("#")[0].strip()) for page, line in found if line.startswith("python ")]
 
 
 def test_the_first_two_bash_blocks_run_the_main_job_and_the_tests():
@@ -43,23 +54,46 @@ def test_the_python_blocks_run_as_they_stand():
     assert trainer.global_step == 2
 
 
-@pytest.mark.parametrize("line", [line for block in blocks("sh") for line in block.splitlines()])
-def test_every_command_of_the_readme_composes(line):
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_every_command_names_a_program_and_what_it_takes(page, line):
     from experiments.overrides import check_overrides, split_arguments
     from experiments.planning import OWN
     from lightning_sonar.config_dir import config_dir
 
-    command = line.split("#")[0].split()
-    assert command[0] == "python"
-    assert command[1] in ("experiments/run.py", "experiments/plan.py", "experiments/report.py")
-    if command[1].endswith("report.py"):
+    _, program, *arguments = line.split()
+    assert (ROOT / program).is_file(), f"{page} speaks of {program}"
+    if Path(program).name in ("run.py", "plan.py"):
+        own = OWN if program.endswith("plan.py") else ()
+        flags, overrides = split_arguments([part for part in arguments if part.split("=")[0] not in own])
+        assert set(flags) <= {"--help", "-m"}
+        check_overrides(overrides, config_dir())
         return
-    own = OWN if command[1].endswith("plan.py") else ()
-    flags, overrides = split_arguments([part for part in command[2:] if part.split("=")[0] not in own])
-    assert set(flags) <= {"--help", "-m"}
-    check_overrides(overrides, config_dir())
+    source = (ROOT / program).read_text()
+    for flag in (part.split("=")[0] for part in arguments if part.startswith("-")):
+        assert f'"{flag}"' in source, f"{page}: {program} knows no {flag}"
 
 
-def test_links_to_files_work():
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", README):
-        assert (ROOT / target).exists(), target
+def test_there_are_commands_to_look_at():
+    assert len(commands()) > 20
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", (ROOT / page).read_text()):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+            slugs = {"#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page} links to {target}{anchor}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks("python", page)])
+def test_python_blocks_are_code_that_finds_its_names(page):
+    import lightning_sonar
+
+    for block in blocks("python", page):
+        compile(block, page, "exec")
+        for names in re.findall(r"^from lightning_sonar import (.*)$", block, re.M):
+            for name in names.split(","):
+                assert hasattr(lightning_sonar, name.strip()), f"{page} imports {name.strip()}"
