@@ -32,6 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.bench import MIDDLE, ratios, write
 
 WARMUP = 2
+PREPARED = ("parameters", "start_loss", "threads")
+KEPT = ("checks", "heldout_loss", "peak_bytes")
+"""Of a row, what a comparison that goes on does not measure again."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,34 @@ def versions(names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def run(names: Sequence[str], rounds: int, settings: Settings, path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Measure all peers, write after each measurement, and return everything."""
+def earlier(path: Path, settings: Settings) -> dict[str, Any]:
+    """What an interrupted comparison with the same settings has left at ``path``; empty if there is nothing.
+
+    Raises:
+        SystemExit: if other settings left it.
+    """
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    wanted = {key: value for key, value in asdict(settings).items() if key != "folder"}
+    other = {key: found.get(key) for key, value in wanted.items() if found.get(key) != value}
+    if other:
+        raise SystemExit(f"--resume: {path} was measured with {other}, asked for now are {wanted}")
+    return found
+
+
+def run(
+    names: Sequence[str],
+    rounds: int,
+    settings: Settings,
+    path: Path,
+    result: dict[str, Any],
+    before: dict[str, Any],
+) -> dict[str, Any]:
+    """Measure all peers, write after each measurement, and return everything.
+
+    What ``before`` holds is not measured again.
+    """
     from experiments.peers import BASELINE, PEERS
 
     rows: dict[str, dict[str, Any]] = {name: {"label": PEERS[name].label, "state": PEERS[name].state} for name in names}
@@ -202,7 +231,12 @@ def run(names: Sequence[str], rounds: int, settings: Settings, path: Path, resul
         row["note"] = PEERS[name].note
         if missing := PEERS[name].missing():
             row["failed"] = missing
-    result |= {"rows": rows, "versions": versions(names), **spawn("prepare", "", settings)}
+        row |= {key: value for key, value in before.get("rows", {}).get(name, {}).items() if key in KEPT}
+    if before:
+        result |= {key: before[key] for key in PREPARED}
+    else:
+        result |= spawn("prepare", "", settings)
+    result |= {"rows": rows, "versions": versions(names)}
     if "failed" in result:
         raise SystemExit(f"the weights that all start from could not be made: {result['failed']}")
 
@@ -218,23 +252,26 @@ def run(names: Sequence[str], rounds: int, settings: Settings, path: Path, resul
     def able() -> list[str]:
         return [name for name in names if "failed" not in rows[name]]
 
-    for kind in ("checks", "quality"):
+    times: dict[str, list[list[float]]] = {name: before.get("ms", {}).get(name, []) for name in names}
+    result["ms"] = times
+    write(path, result)
+    for kind, figure in (("checks", "checks"), ("quality", "heldout_loss")):
         for name in able():
-            rows[name] |= ask(kind, name)
-            write(path, result)
-    times: dict[str, list[list[float]]] = {name: [] for name in names}
+            if figure not in rows[name]:
+                rows[name] |= ask(kind, name)
+                write(path, result)
     for turn in range(rounds):
         # Another one first in each round, so that a machine that slows down slows none in particular.
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-            if "failed" in rows[name]:
+            if "failed" in rows[name] or len(times[name]) > turn:
                 continue
             found = ask("time", name)
             if "failed" not in found:
                 times[name].append(found["ms"])
                 rows[name]["peak_bytes"] = max(rows[name].get("peak_bytes", 0), found["peak_bytes"])
-        for name, row in ratios({name: times[name] for name in able()}, BASELINE).items():
+            write(path, result)
+        for name, row in ratios({name: times[name][: turn + 1] for name in able()}, BASELINE).items():
             rows[name] |= row
-        result["ms"] = times
         write(path, result)
     return result
 
@@ -259,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", help="some of the rows, with commas; all by default")
     parser.add_argument("--json", type=Path, default=Path("outputs/bench_peers/result.json"), metavar="PATH")
     parser.add_argument("--write", type=Path, metavar="PATH", help="write the table as a Markdown page, too")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted comparison, left in --json")
     parser.add_argument("--table", action="store_true", help="measure nothing: the table of what --json holds")
     parser.add_argument(
         "--toy", action="store_true", help="sizes that take no time, to see that it works; the figures mean nothing"
@@ -292,7 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = [str(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
         command = shlex.join(["python", "experiments/bench_peers.py", *given])
         result = {**said, "command": command, "processor": processor(), "rounds": options.rounds}
-        result = run(names, options.rounds, settings, options.json, result)
+        before = earlier(options.json, settings) if options.resume else {}
+        result = run(names, options.rounds, settings, options.json, result, before)
         result["verdicts"] = [] if options.toy else verdicts(result["rows"])
         write(options.json, result)
     show(result)

@@ -204,6 +204,39 @@ def test_a_missing_package_and_a_peer_that_breaks_are_rows_with_their_reason(tmp
     assert not asked
 
 
+@pytest.mark.parametrize("broken_at", range(1, 11))
+def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch, broken_at):
+    asked: list[tuple[str, str]] = []
+    whole, path = _spawn(asked), tmp_path / "result.json"
+
+    def interrupted(kind, name, settings):
+        if len(asked) == broken_at - 1:
+            raise KeyboardInterrupt
+        return whole(kind, name, settings)
+
+    monkeypatch.setattr(bench_peers, "spawn", interrupted)
+    arguments = ["--rounds", "2", "--peers", "sonar", "--json", str(path), "--resume"]
+    if broken_at <= 9:
+        with pytest.raises(KeyboardInterrupt):
+            bench_peers.main(arguments)
+    else:
+        assert bench_peers.main(arguments) == 0
+    monkeypatch.setattr(bench_peers, "spawn", whole)
+    assert bench_peers.main(arguments) == 0
+    assert len(asked) == len(set(asked)) + 2 == 9, "each once, and each time in two rounds"
+    result = json.loads(path.read_text())
+    assert {name: len(rounds) for name, rounds in result["ms"].items()} == {BASELINE: 2, "sonar": 2}
+    assert result["rows"]["sonar"]["ratio"] == 1.0
+
+
+def test_a_comparison_with_other_settings_is_not_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_peers, "spawn", _spawn([]))
+    arguments = ["--rounds", "1", "--peers", "sonar", "--json", str(tmp_path / "result.json"), "--resume"]
+    assert bench_peers.main(arguments) == 0
+    with pytest.raises(SystemExit, match=r"was measured with \{'steps': 8\}"):
+        bench_peers.main([*arguments, "--steps", "3"])
+
+
 def test_without_its_baseline_there_is_no_table(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_peers, "spawn", _spawn([], failing={("checks", BASELINE)}))
     with pytest.raises(SystemExit, match=f"{BASELINE}, which all are compared with, it broke"):
