@@ -236,10 +236,21 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a mode in a round, after two others")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"some of {','.join(MODES)}")
-    parser.add_argument("--json", type=Path, default=Path("outputs/bench.json"), metavar="PATH")
+    parser.add_argument("--rounds", type=int, default=5, help="times that all take a turn (default: %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=8,
+        help="timed steps of a mode in a round, after two untimed (default: %(default)s)",
+    )
+    parser.add_argument("--modes", default=",".join(MODES), help="names of modes, with commas (default: %(default)s)")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("outputs/bench.json"),
+        metavar="PATH",
+        help="file of the figures (default: %(default)s)",
+    )
     parser.add_argument(
         "--toy",
         action="store_true",

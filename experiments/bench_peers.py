@@ -288,13 +288,23 @@ def short(found: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a peer in a round, after two others")
-    parser.add_argument("--quality-steps", type=int, default=200, help="steps before the held-out loss")
-    parser.add_argument("--pretrain-steps", type=int, default=200, help="steps that make the weights all start from")
-    parser.add_argument("--lr", type=float, default=3e-4, help="AdamW's; LoRA's is ten times that")
+    parser.add_argument("--rounds", type=int, default=5, help="times that all take a turn (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="timed in a round, after two untimed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quality-steps", type=int, default=200, help="before the held-out loss (default: %(default)s)"
+    )
+    parser.add_argument("--pretrain-steps", type=int, default=200, help="that all start from (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-4, help="AdamW's; LoRA's is tenfold (default: %(default)s)")
     parser.add_argument("--peers", help="some of the rows, with commas; all by default")
-    parser.add_argument("--json", type=Path, default=Path("outputs/bench_peers/result.json"), metavar="PATH")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("outputs/bench_peers/result.json"),
+        metavar="PATH",
+        help="file of the figures (default: %(default)s)",
+    )
     parser.add_argument("--write", type=Path, metavar="PATH", help="write the table as a Markdown page, too")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted comparison, left in --json")
     parser.add_argument("--table", action="store_true", help="measure nothing: the table of what --json holds")

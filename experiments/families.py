@@ -273,8 +273,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 1 if a family does not work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help="model types; all by default")
-    parser.add_argument("--dtype", choices=list(_PRECISION), default="bfloat16", help="of weights and states")
-    parser.add_argument("--write", action="append", type=Path, default=[], metavar="FILE", help="FILE.md or FILE.json")
+    parser.add_argument(
+        "--dtype", choices=list(_PRECISION), default="bfloat16", help="of weights and states (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--write", action="append", type=Path, default=[], metavar="FILE", help="a table, FILE.md or FILE.json"
+    )
     parser.add_argument("--list", action="store_true", help="only name the families")
     options = parser.parse_args(arguments)
     wrong = [name for name in options.families if name not in FAMILIES]

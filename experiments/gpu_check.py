@@ -273,9 +273,22 @@ def select(text: str) -> list[Job]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="1,2,3,4,5,6", help="which, by number; or one job by its name")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time for everything; what is left over is skipped")
-    parser.add_argument("--json", type=Path, default=Path("outputs/gpu_check.json"), metavar="PATH")
+    parser.add_argument(
+        "--parts", default="1,2,3,4,5,6", help="which, by number, or one job by its name (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="time for everything; what does not fit is skipped (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("outputs/gpu_check.json"),
+        metavar="PATH",
+        help="file of the figures (default: %(default)s)",
+    )
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU even where there is a GPU")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -24,8 +24,13 @@ from rich.panel import Panel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from experiments.advice import adviser
+from experiments.endings import could_not_write, how_to_go_on, note, stopped_by
+from experiments.environment import environment_references, with_references
+from experiments.folder import set_aside
+from experiments.outputs import keep_inside
 from experiments.plans import model_values
 from experiments.rank_memory import rank_bytes
+from experiments.refusals import refusal
 from experiments.result import History, collect, task_overrides, write_json, write_losses
 from experiments.resume import find_checkpoint, warn_if_over
 from experiments.settings import (
@@ -38,7 +43,10 @@ from experiments.settings import (
     ranks_of,
     settle,
 )
+from experiments.status import write_text
 from experiments.sweep import settings_sha256
+from experiments.trying import make_trainer
+from experiments.typed import show
 from lightning_sonar import models
 from lightning_sonar.data import DataError, check_packing
 from lightning_sonar.language_model import LanguageModel
@@ -52,7 +60,7 @@ from lightning_sonar.strategies.sharding import has_sharded_parameters
 # Other ranks run the same command; one of them speaks and writes.
 RANK = int(getattr(rank_zero_only, "rank", None) or 0)
 FIRST = RANK == 0
-console = Console(highlight=False, quiet=not FIRST)
+console = Console(highlight=False, quiet=not FIRST, markup=False)  # paths may hold what looks like markup
 
 OUT_OF_MEMORY = 3
 """Exit code of a run that went out of memory: its settings are not wrong (that is 2), but too large for the machine."""
@@ -63,17 +71,29 @@ def run_job(cfg: DictConfig, folder: Path) -> int:
     if FIRST:
         for old in folder.glob("error*.txt"):  # of a run before this one in the same folder
             old.unlink(missing_ok=True)
+    report = folder / ("error.txt" if FIRST else f"error_rank{RANK}.txt")
     try:
         train(cfg, folder)
+    except (SystemExit, KeyboardInterrupt) as error:
+        stopped = stopped_by(error)
+        if stopped is None:
+            raise
+        name, code = stopped
+        note(report, f"stopped by {name}\n")
+        print(f"stopped by {name}. {how_to_go_on(folder)}", file=sys.stderr)
+        return code
     except Exception as error:
         # Hydra wraps what a class says about its arguments.
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        report = folder / ("error.txt" if FIRST else f"error_rank{RANK}.txt")
         if isinstance(cause, (SettingsError, DataError, CheckpointError, OutputHeadError)):
             print(f"error: {cause}", file=sys.stderr)
-            report.write_text(f"{cause}\n")
+            # What raised it may be a fault of this program's, after all.
+            note(report, f"{cause}\n" + (f"\n{traceback.format_exc()}" if cause.__cause__ else ""))
             return 2
-        report.write_text(traceback.format_exc())
+        note(report, traceback.format_exc())
+        if could_not_write(cause, folder):
+            print(f"error: {cause}: the run in {folder} could not be written. {how_to_go_on(folder)}", file=sys.stderr)
+            return 1
         if cause is not None and is_out_of_memory(cause):
             # The note is MemoryProfiler's; without one the exception has to do.
             notes = getattr(cause, "__notes__", None) or [f"Out of memory. {cause}"]
@@ -83,20 +103,45 @@ def run_job(cfg: DictConfig, folder: Path) -> int:
     return 0
 
 
-def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
-    """Train and measure; returns what ``result.json`` holds."""
+def prepare(cfg: DictConfig, folder: Path) -> tuple[L.Trainer, list[L.Callback]]:
+    """Everything that can be refused before data is read: settle the configuration and make the Trainer.
+
+    Returns:
+        The Trainer and its callbacks, of which the first is the `History`.
+
+    Raises:
+        SettingsError: naming the key, its value and what would work.
+    """
     _quiet()
-    # Before the configuration is settled: a sweep, which looks for finished jobs, has it as composed.
-    sha256 = settings_sha256(cfg, folder.absolute())
     settle(cfg, say=lambda text: console.print(Panel(text, title="model size", border_style="yellow")))
     OmegaConf.resolve(cfg)
-    folder.mkdir(parents=True, exist_ok=True)
+    keep_inside(cfg, folder)
+    return make_trainer(cfg, [History()])
+
+
+def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
+    """Train and measure; returns what ``result.json`` holds."""
+    # Before the configuration is settled: a sweep, which looks for finished jobs, has it as composed.
+    sha256 = settings_sha256(cfg, folder.absolute())
+    hidden = environment_references(cfg)
+    trainer, callbacks = prepare(cfg, folder)
+    settings = with_references(cfg, hidden)
+    history = next(callback for callback in callbacks if isinstance(callback, History))
+    resume = find_checkpoint(cfg.ckpt_path, folder)
     if FIRST:
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+        aside = set_aside(folder, resume)
+        if aside:
+            console.print(f"kept from an earlier run in {folder}: {', '.join(aside)}")
+        write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)))
+    if cfg.model.trust_remote_code:
+        console.print(
+            f"model.trust_remote_code=true: Python code that lies beside {cfg.model.id or cfg.model.get('config')} may "
+            "run, with your rights."
+        )
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
     tokenizer = _tokenizer(cfg)
-    data = instantiate(cfg.data, tokenizer=tokenizer, **({} if tokenizer or cfg.model.size == "tiny" else _fits(cfg)))
+    data = instantiate(cfg.data, tokenizer=tokenizer, **({} if tokenizer else _fits(cfg)))
     data.setup("fit")
     model = _build(cfg)
     if getattr(data, "packing", False) and is_sharded(cfg):
@@ -107,35 +152,26 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         instantiate(cfg.scheduler),
         router_aux_loss=cfg.model.router_aux_loss,
         loss=cfg.model.loss,
-        settings=OmegaConf.to_container(cfg),  # type: ignore[arg-type]
+        settings=settings,
     )
-    history = History()
-    callbacks = [history, *(instantiate(callback) for callback in cfg.callbacks.values())]
-    if not cfg.trainer.enable_progress_bar:  # Lightning refuses one then
-        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
-    loggers = [instantiate(logger) for logger in cfg.logger.values()]
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     if saves:
         _check_disk(model, folder)
-    resume = find_checkpoint(cfg.ckpt_path, folder)
     if resume is not None:
-        console.print(f"resuming from {resume}")
+        console.print(f"resuming from {resume}", soft_wrap=True)
     predicted = _predict(cfg, callbacks)
-    trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False)
     with _together(trainer):
         try:
             trainer.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
-        except RuntimeError as error:
-            if resume and "Error(s) in loading state_dict" in str(error):
-                raise SettingsError(
-                    f"ckpt_path={resume} holds another model: {str(error).splitlines()[1].strip()} Resume with the "
-                    "settings of the run that wrote it; its folder has them in config.yaml."
-                ) from error
-            raise
-        if not history.tensors:
+        except Exception as error:
+            told = refusal(error, cfg, resume, trained=bool(history.losses))
+            if told is None:
+                raise
+            raise told from error
+        if not history.losses:
             warn_if_over(resume, trainer.global_step, trainer.max_steps)
         if saves:
-            trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+            trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt", weights_only=False)
         if cfg.export == "hf":
             _export(model, data.tokenizer, folder / "hf")
         validation = trainer.validate(module, data, verbose=False)[0] if trainer.limit_val_batches else {}
@@ -143,9 +179,14 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     result = collect(cfg, trainer, model, dict(validation), losses, predicted)
     result |= {"settings_sha256": sha256, "overrides": task_overrides()}
     if FIRST:
-        write_losses(folder / "losses.csv", losses)
-        write_json(folder / "result.json", result)
-        _show(result, folder)
+        try:
+            write_losses(folder / "losses.csv", losses)
+            write_json(folder / "result.json", result)
+        finally:
+            places = {"figures in": folder}
+            places |= {"checkpoint in": folder / "checkpoints" / "last.ckpt"} if saves else {}
+            places |= {"model in": folder / "hf"} if cfg.export == "hf" else {}
+            _show(result, places)
     return result
 
 
@@ -208,8 +249,14 @@ def _build(cfg: DictConfig) -> torch.nn.Module:
             trust_remote_code=cfg.model.trust_remote_code,
             **model_values(cfg),
         )
-    except (ValueError, ImportError, OSError) as error:
-        raise SettingsError(f"The model could not be built: {error}") from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        # transformers' classes meet wrong values with whatever exception these happen to cause.
+        given = OmegaConf.to_container(cfg.model.overrides)
+        values = f" with model.overrides={show(given)}" if given else ""
+        kind = "" if isinstance(error, (ValueError, ImportError, OSError)) else f"{type(error).__name__}: "
+        raise SettingsError(f"The model could not be built{values}: {kind}{error}") from error
 
 
 def _tokenizer(cfg: DictConfig) -> Any:
@@ -237,9 +284,9 @@ def _tokenizer(cfg: DictConfig) -> Any:
 
 def _fits(cfg: DictConfig) -> dict[str, int]:
     """The most tokens of a tokenizer that is trained for a model whose vocabulary is given."""
-    values = model_values(cfg)
-    config = models.build_config("hf", "full", model_id=cfg.model.id, **values)
-    return {"vocab_size": min(4096, config.get_text_config().vocab_size)}
+    config = models.build_config(cfg.model.name, cfg.model.size, model_id=cfg.model.id, **model_values(cfg))
+    vocab_size = config.get_text_config().vocab_size
+    return {"vocab_size": vocab_size} if vocab_size < 4096 else {}
 
 
 def _check_disk(model: torch.nn.Module, folder: Path) -> None:
@@ -255,18 +302,22 @@ def _check_disk(model: torch.nn.Module, folder: Path) -> None:
 def _quiet() -> None:
     """Silence what a user of this command cannot act on."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for name in ("torchao", "torch.utils._pytree"):  # how an installed torchao loads, with which optimizer ever
+        logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("lightning_sonar.memory.explain").setLevel(logging.CRITICAL)  # `run_job` prints it
     for text in (
         "does not have many workers",
         "It is recommended to use .self.log\\(.*sync_dist=True",  # said of held-out figures, which gather themselves
         "Experiment logs directory .* exists and is not empty",
+        "Using ModelCheckpoint with manual optimization",  # after the optimizer's step is what is wanted
         "The number of training batches .* is smaller than the logging interval",
+        "The dirpath has changed from",  # a run that goes on has a folder of its own
         "`isinstance.treespec, LeafSpec.` is deprecated",
     ):
         warnings.filterwarnings("ignore", message=f".*{text}.*")
 
 
-def _show(result: dict[str, Any], folder: Path) -> None:
+def _show(result: dict[str, Any], places: dict[str, Path]) -> None:
     def number(value: float | None, form: str, unit: str = "") -> str:
         return "not measured" if value is None else f"{value:{form}}{unit}"
 
@@ -287,5 +338,6 @@ def _show(result: dict[str, Any], folder: Path) -> None:
         f"  train loss     {number(result['train_loss_first'], '.3f')} -> {number(result['train_loss'], '.3f')} "
         f"after {result['steps']} steps\n"
         f"  held-out loss  {number(result['heldout_loss'], '.4f')}\n"
-        f"  figures in     {folder}"
+        + "\n".join(f"  {name:<14} {path}" for name, path in places.items()),
+        soft_wrap=True,  # a path that is cut cannot be copied
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +15,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from experiments.environment import as_given
+from experiments.folder import FolderError, check_writable, take
 from experiments.overrides import OverrideError, check_overrides, split_arguments
+from experiments.status import INTERRUPTED, TERMINATED
 from lightning_sonar.config_dir import config_dir
 
 # What belongs to the sweep as a whole and not to its jobs.
@@ -27,8 +32,28 @@ OF_THE_SWEEP = (
     "hydra/launcher",
 )
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM to a sweep, which ends as Ctrl-C ends it: its job is told, and its report is written."""
+
+
+class RunFolder(Callback):
+    """Takes a run's folder before Hydra writes into it, so that no other run's files are overwritten."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+        if not getattr(rank_zero_only, "rank", None):
+            _or_exit(take, Path(str(config.hydra.run.dir)).absolute())
+
+
+def _or_exit(act: Callable[[Path], object], folder: Path) -> None:
+    try:
+        act(folder)
+    except FolderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        # Any Exception of a callback's Hydra would turn into a warning.
+        raise SystemExit(2) from error
 
 
 class SweepFolder(Callback):
@@ -42,6 +67,7 @@ class SweepFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         SweepFolder.path = Path(str(config.hydra.sweep.dir)).absolute()
+        _or_exit(check_writable, SweepFolder.path)
         print(f"Sweep in {SweepFolder.path}. Stopped or failed, it goes on with hydra.sweep.dir={SweepFolder.path}")
 
 
@@ -75,23 +101,33 @@ def launch(script: Path, arguments: list[str]) -> int:
 
             kept = [flag for flag in flags if flag not in ("-m", "--multirun")]
             hydras = [o for o in settings.overrides.hydra if not o.startswith(OF_THE_SWEEP)]
-            job = [*kept, *settings.overrides.task, *hydras]
+            # A process's arguments are there for all to see.
+            job = [*kept, *as_given(settings.overrides.task), *hydras]
             return run_in_sweep(cfg, script, job, Path(settings.runtime.output_dir))
         from experiments.job import run_job
 
         codes.append(run_job(cfg, Path(settings.runtime.output_dir)))
         return codes[-1]
 
+    sweeps = bool(given & {"-m", "--multirun"})
+    before = signal.signal(signal.SIGTERM, _terminate) if sweeps else None
     try:
         hydra.main(version_base="1.3", config_path=str(directory), config_name="config")(task)()
-    except KeyboardInterrupt:
-        if SweepFolder.path is None:
-            raise
-        _report(SweepFolder.path)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        if SweepFolder.path is not None:
+            _report(SweepFolder.path)
+        print("stopped", file=sys.stderr)
+        return TERMINATED if isinstance(error, Terminated) else INTERRUPTED
+    finally:
+        if sweeps:
+            signal.signal(signal.SIGTERM, before)
     if SweepFolder.path is not None:
         return _report(SweepFolder.path)
     return max(codes, default=0)
+
+
+def _terminate(*_: Any) -> None:
+    raise Terminated
 
 
 def _report(folder: Path) -> int:

@@ -142,15 +142,17 @@ def markdown_of(rows: Sequence[Sequence[str]], steps: int, seeds: Sequence[int])
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, or 1 if runs failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="training steps of each run (default: 300)")
-    parser.add_argument("--seeds", default="0,1,2", help="seeds, with commas (default: 0,1,2)")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of each run (default: %(default)s)")
+    parser.add_argument("--seeds", default="0,1,2", help="seeds, with commas (default: %(default)s)")
     parser.add_argument(
         "--optimizers",
         default=",".join(OPTIMIZERS),
         help="names of conf/optimizer, with commas; "
-        "each may have overrides of its own behind it: NAME+optimizer.lr=1e-4",
+        "each may have overrides of its own behind it: NAME+optimizer.lr=1e-4 (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=Path("outputs/low_bit_quality"), help="folder for results")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/low_bit_quality"), help="folder for results (default: %(default)s)"
+    )
     parser.add_argument("overrides", nargs="*", help="further overrides of experiments/run.py, for every run")
     options = parser.parse_args(arguments)
     seeds = [int(seed) for seed in options.seeds.split(",")]

@@ -28,15 +28,24 @@ def _table(title: str) -> Table:
 
 
 def _print(table: Table) -> None:
-    """Print a table with nothing cut off: where the width is too small for it cells wrap, in a pipe it is wider."""
+    """Print a table with nothing cut off.
+
+    Where the width is too small for it, columns move together; where that is not enough cells wrap, and in a pipe the
+    table is wider.
+    """
     for column in table.columns:
         column.overflow = "fold"
     width = console.width
+    if _wanted(table) > width:
+        table.padding = 0
     if not console.is_terminal:
-        wanted = console.measure(table, options=console.options.update(max_width=1000)).maximum
-        console.width = max(width, wanted)
+        console.width = max(width, _wanted(table))
     console.print(table)
     console.width = width
+
+
+def _wanted(table: Table) -> int:
+    return console.measure(table, options=console.options.update(max_width=1000)).maximum
 
 
 def show_plans(plans: list[MemoryPlan], context: int, against: Sequence[MemoryPlan] = ()) -> list[str]:
@@ -65,7 +74,7 @@ def show_plans(plans: list[MemoryPlan], context: int, against: Sequence[MemoryPl
         table.add_column(name, justify="right")
     for plan, saving in zip(plans, saved, strict=True):
         table.add_row(
-            *(_text(getattr(plan, name)) for name in varying),
+            *(_cell(getattr(plan, name)) for name in varying),
             f"{plan.peak_bytes / 1e9:.2f}",
             *([saving] if any(saved) else []),
             *(f"{value / 1e9:.2f}" for value in plan.split.values()),
@@ -82,7 +91,7 @@ def show_plans(plans: list[MemoryPlan], context: int, against: Sequence[MemoryPl
         places.add_column("host GB", justify="right")
     for plan in plans:
         operation = plan.peak_op.removeprefix("aten.").removesuffix(".default")
-        names = (_text(getattr(plan, name)) for name in varying)
+        names = (_cell(getattr(plan, name)) for name in varying)
         host = [f"{plan.host_bytes / 1e9:.2f}"] if away else []
         places.add_row(*names, plan.peak_phase, operation, str(plan.peak_expert_grads), *host)
     _print(places)
@@ -113,7 +122,7 @@ def _show_cards(plans: list[MemoryPlan], varying: list[str], context: int) -> No
         holds = [fits(plan.reserved_bytes, card * GIB, context) for card in CARDS]
         smallest = smallest_card(plan.reserved_bytes, context)
         table.add_row(
-            *(_text(getattr(plan, name)) for name in varying),
+            *(_cell(getattr(plan, name)) for name in varying),
             f"{plan.reserved_bytes / 1e9:.2f}",
             *("yes" if h else "-" for h in holds),
             "none" if smallest is None else f"{smallest} GiB",
@@ -133,7 +142,7 @@ def show_ranks(plans: list[MemoryPlan], varying: list[str], ranks: list[int]) ->
     for number in ranks:
         table.add_column(f"{number} ranks", justify="right")
     for plan in plans:
-        names = (_text(getattr(plan, name)) for name in varying)
+        names = (_cell(getattr(plan, name)) for name in varying)
         table.add_row(*names, *(f"{plan.per_rank_bytes(number) / 1e9:.2f}" for number in ranks))
     _print(table)
 
@@ -158,6 +167,11 @@ def _text(value: Any) -> str:
     if value is None:
         return "-"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _cell(value: Any) -> str:
+    """As `_text`, with the two names of an optimizer made of two on lines of their own."""
+    return _text(value).replace(" for experts, ", "\nfor experts,\n")
 
 
 def show_found(found: list[Found], device: int, context: int, overrides_of: Callable[[Candidate], list[str]]) -> None:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from experiments.overrides import OverrideError, check_overrides, key_of, values_of
 from experiments.plan_tables import console, show_found, show_plans, show_ranks, write_plans
 from experiments.plans import plan_of
+from experiments.result import optimizer_name
 from experiments.settings import SettingsError, check_model, check_values, settle_defaults
 from experiments.shape import Shape
 from lightning_sonar.config_dir import config_dir
@@ -116,8 +117,10 @@ def _ranks(text: str) -> list[int]:
 
 
 def _table(overrides: list[str], context: int, folder: Path, ranks: list[int]) -> int:
-    plans = [_plan(cfg) for cfg in _configurations(overrides)]
+    plans, refused = _planned(_configurations(overrides))
     varying = show_plans(plans, context)
+    for reason in refused:
+        console.print(f"not planned: {reason}")
     if not any(key_of(override).split(".")[0] in ("mode", "optimizer") for override in overrides):
         smaller = [_plan(cfg) for more in SMALLER for cfg in _configurations([*overrides, "mode=sonar", *more])]
         console.print("\nAnd mode sonar with smaller states, or with its experts' states in host memory:\n")
@@ -127,6 +130,26 @@ def _table(overrides: list[str], context: int, folder: Path, ranks: list[int]) -
         show_ranks(plans, varying, ranks)
     write_plans(plans, context, folder, ranks)
     return 0
+
+
+def _planned(configurations: Iterable[DictConfig]) -> tuple[list[MemoryPlan], list[str]]:
+    """The plans of what can be trained, and what is refused, with the reason.
+
+    Raises:
+        ValueError: the first reason, if nothing is left.
+    """
+    plans: list[MemoryPlan] = []
+    refused: dict[str, ValueError] = {}
+    for cfg in configurations:
+        try:
+            plans.append(_plan(cfg))
+        except SettingsError:
+            raise
+        except ValueError as error:
+            refused[f"mode {cfg.mode.name} with optimizer {optimizer_name(cfg.optimizer)}: {error}"] = error
+    if not plans:
+        raise next(iter(refused.values()))
+    return plans, list(refused)
 
 
 def _configurations(overrides: list[str], sweep: bool = True) -> Iterator[DictConfig]:

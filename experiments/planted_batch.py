@@ -67,7 +67,7 @@ POLICIES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs share: ``steps`` in all, the bad one among them, and how often the held-out loss is taken."""
+    """What all runs share; `MEANINGS` says what each value is."""
 
     steps: int = 80
     planted_at: int = 40
@@ -81,6 +81,22 @@ class Settings:
     batch_size: int = 4
     heldout: int = 64
     seed: int = 0
+
+
+MEANINGS = {
+    "steps": "of each run",
+    "planted_at": "the step of the bad batch",
+    "factor": "by which its loss is multiplied",
+    "every": "steps between two held-out losses",
+    "max_norm": "to which gradients are clipped",
+    "lr": "learning rate",
+    "layers": "of the model",
+    "hidden": "the model's width",
+    "seq_len": "tokens a sequence",
+    "batch_size": "sequences a batch",
+    "heldout": "records held out",
+    "seed": "of weights and batches",
+}
 
 
 def train(
@@ -231,8 +247,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = Settings()
     for name, value in vars(defaults).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")
-    parser.add_argument("--out", type=Path, default=Path("outputs/planted_batch"), help="folder of the three files")
+        meaning = f"{MEANINGS[name]} (default: %(default)s)"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=meaning)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/planted_batch"),
+        help="folder of the three files (default: %(default)s)",
+    )
     values = vars(parser.parse_args(arguments))
     out = values.pop("out")
     print(table_of(run(Settings(**values), out)) + f"\nfiles in {out}")

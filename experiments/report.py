@@ -22,8 +22,9 @@ from experiments.reporting import page
 from experiments.reporting.bars import draw_loss_gaps, draw_memory, draw_step_times
 from experiments.reporting.curves import draw_live_memory, draw_losses
 from experiments.reporting.groups import Group, group_runs
-from experiments.reporting.runs import Failure, Run, read_runs
+from experiments.reporting.runs import Failure, Run, printable, read_runs
 from experiments.reporting.tables import escaped, legend_of, machine_of, markdown, markdown_of, table_of, write_csv
+from experiments.status import write_text
 
 Draw = Callable[[list[Group], Path], Path | None]
 
@@ -56,8 +57,8 @@ def report(folders: list[Path], out: Path) -> list[Group]:
     groups = group_runs(runs)
     out.mkdir(parents=True, exist_ok=True)
     pictures = _draw(groups, out / "figures")
-    (out / "report.md").write_text(_markdown(groups, runs, failures, pictures, out), encoding="utf-8")
-    (out / "report.html").write_text(_html(groups, runs, failures, pictures, out), encoding="utf-8")
+    write_text(out / "report.md", _markdown(groups, runs, failures, pictures, out))
+    write_text(out / "report.html", _html(groups, runs, failures, pictures, out))
     write_csv(out / "report.csv", groups, failures)
     _show(groups, runs, failures, out)
     return groups
@@ -67,10 +68,16 @@ def _draw(groups: list[Group], folder: Path) -> list[tuple[Path, str]]:
     """Files and captions of the figures that these runs have data for; one of an earlier report goes."""
     pictures = []
     for name, draw, caption in FIGURES:
-        path = folder / f"{name}.png"
-        path.unlink(missing_ok=True)
-        if draw(groups, path) is not None:
-            pictures.append((path, caption))
+        path, part = folder / f"{name}.png", folder / f".{name}.part.png"
+        try:
+            if draw(groups, part) is None:
+                path.unlink(missing_ok=True)
+            else:
+                part.replace(path)
+                pictures.append((path, caption))
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from error
     return pictures
 
 
@@ -93,9 +100,9 @@ def _failure_rows(failures: list[Failure], out: Path) -> list[list[str]]:
 
 def _relative(folder: Path, out: Path) -> str:
     try:
-        return str(folder.absolute().relative_to(out.absolute()))
+        return printable(str(folder.absolute().relative_to(out.absolute())))
     except ValueError:
-        return str(folder)
+        return printable(str(folder))
 
 
 FAILURE_HEAD = ["exit code", "why", "command line", "folder"]
@@ -148,8 +155,9 @@ def _show(groups: list[Group], runs: list[Run], failures: list[Failure], out: Pa
             console.print(escape(note))
     for failure in failures:
         code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
-        console.print(f"[red]no result{code}: {escape(str(failure.folder))}: {escape(failure.reason)}[/red]")
-    console.print(f"{_title(runs, failures)}. Written: {out / 'report.html'}, report.md, report.csv, figures/")
+        console.print(f"[red]no result{code}: {escape(printable(str(failure.folder)))}: {escape(failure.reason)}[/red]")
+    written = escape(printable(str(out / "report.html")))
+    console.print(f"{_title(runs, failures)}. Written: {written}, report.md, report.csv, figures/")
 
 
 def main(arguments: list[str]) -> int:

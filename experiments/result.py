@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,16 @@ from lightning import Callback, Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 
+from experiments.environment import as_given
 from experiments.machine import processor
+from experiments.status import write_text
 from lightning_sonar.experts import find_expert_tensors
 from lightning_sonar.memory import MemoryProfiler
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write atomically: a reader finds the old file or the new one."""
-    temporary = path.with_suffix(path.suffix + ".part")
-    temporary.write_text(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -41,38 +41,55 @@ def _finite(value: Any) -> Any:
 def write_losses(path: Path, losses: list[float]) -> None:
     """Write ``batch,train_loss``, a line a training batch, counted from 1; a loss that is not finite stays empty."""
     lines = [f"{index},{loss if math.isfinite(loss) else ''}" for index, loss in enumerate(losses, 1)]
-    path.write_text("\n".join(["batch,train_loss", *lines]) + "\n", encoding="utf-8")
+    write_text(path, "\n".join(["batch,train_loss", *lines]) + "\n")
 
 
 def task_overrides() -> list[str]:
     """What the command line set, Hydra's own settings left out; empty where Hydra did not start the run."""
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    return as_given(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 class History(Callback):
-    """Keeps the loss of every training step, on its device, so that nothing waits for it.
+    """Keeps the loss of every training batch. It waits for the device once in `CHUNK` batches."""
 
-    Attributes:
-        tensors: the losses, 0-dim.
-    """
+    CHUNK = 512
+    """Losses kept on their device before they are read; of all the others a float64 each in host memory is left."""
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+        self._read = array("d")
+        self._recent: Tensor | None = None
+        self._count = 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
-            self.tensors.append(outputs["loss"].detach())
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if not isinstance(loss, Tensor):
+            return
+        if self._recent is None:
+            self._recent = torch.empty(self.CHUNK, dtype=loss.dtype, device=loss.device)
+        self._recent[self._count] = loss.detach()
+        self._count += 1
+        if self._count == self.CHUNK:
+            self._collect()
+
+    def _collect(self) -> None:
+        if self._recent is not None:
+            self._read.extend(self._recent[: self._count].tolist())
+            self._count = 0
 
     @property
     def losses(self) -> list[float]:
         """The losses in order, read from the device."""
-        return [float(loss) for loss in self.tensors]
+        self._collect()
+        return self._read.tolist()
+
+
+LIBRARIES = ("torch", "lightning", "transformers", "triton", "torchmetrics", "bitsandbytes", "torchao", "flashoptim")
 
 
 def versions() -> dict[str, str]:
     """Versions of what the figures depend on."""
     found = {"python": platform.python_version()}
-    for package in ("torch", "lightning", "transformers", "triton", "torchmetrics", "lightning-sonar"):
+    for package in (*LIBRARIES, "lightning-sonar"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -82,10 +99,11 @@ def versions() -> dict[str, str]:
 
 
 def optimizer_name(optimizer: DictConfig) -> str:
-    """What makes the optimizer; of one made of two, both."""
+    """What makes the optimizer, and how it rounds; of one made of two, both."""
     name = str(optimizer._target_).rsplit(".", 1)[-1]
     if name != "ExpertsAndDense":
-        return name
+        at_random = optimizer.get("stochastic_rounding") or optimizer.get("bf16_stochastic_round")
+        return f"{name}, stochastic rounding" if at_random else name
     return f"{optimizer_name(optimizer.experts)} for experts, {optimizer_name(optimizer.dense)}"
 
 
@@ -127,6 +145,7 @@ def collect(
         "seed": cfg.seed,
         "steps": trainer.global_step,
         "batch_size": cfg.data.batch_size,
+        "accumulate_grad_batches": cfg.trainer.accumulate_grad_batches,
         "seq_len": cfg.data.seq_len,
         "peak_memory_bytes": report.get("peak_bytes"),
         "predicted_peak_bytes": predicted,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from experiments.settings import SettingsError
 from lightning_sonar.strategies.checkpoints import recover_folder, recover_folders
+from lightning_sonar.strategies.intact import CheckpointError, check_intact
 
 
 def find_checkpoint(wanted: str | None, folder: Path) -> str | None:
@@ -14,10 +15,11 @@ def find_checkpoint(wanted: str | None, folder: Path) -> str | None:
 
     ``"auto"`` is the newest one in the run's own folder, or a new start if there is none: for jobs that a scheduler
     starts again. ``"last"`` is the newest one in the run's own folder, or else the newest among the folders beside it,
-    which the default folders of runs of the same model and mode are.
+    which the default folders of runs of the same model and mode are. One that is damaged is passed over with a warning.
 
     Raises:
         SettingsError: if there is none, but for ``"auto"``.
+        CheckpointError: if all of them are damaged.
     """
     if wanted is None:
         return None
@@ -29,14 +31,40 @@ def find_checkpoint(wanted: str | None, folder: Path) -> str | None:
     recover_folders(folder / "checkpoints")  # not beside it, where another run may be writing
     own, beside = folder.glob("checkpoints/*.ckpt"), folder.parent.glob("*/checkpoints/*.ckpt")
     for places in (own, beside) if wanted == "last" else (own,):
-        found = sorted(places, key=lambda path: path.stat().st_mtime)
+        found = sorted(places, key=_changed, reverse=True)
         if found:
-            return str(found[-1])
+            return str(_newest_intact(found, wanted))
     if wanted == "auto":
         return None
     raise SettingsError(
         f"ckpt_path=last: no checkpoint in {folder / 'checkpoints'}, nor in the runs beside it. Runs write them with "
         "callbacks=checkpoint. To start anew where there is none, use ckpt_path=auto."
+    )
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _newest_intact(newest_first: list[Path], wanted: str) -> Path:
+    faults: list[str] = []
+    for path in newest_first:
+        try:
+            check_intact(path)
+        except CheckpointError as error:
+            faults.append(str(error))
+            continue
+        except FileNotFoundError:  # the run beside this one has replaced it by now
+            continue
+        if faults:
+            warnings.warn(f"{' '.join(faults)} Going on from {path}, which is the newest before.", stacklevel=3)
+        return path
+    raise CheckpointError(
+        f"ckpt_path={wanted}: none of the {len(faults)} checkpoints in {newest_first[0].parent} can be read. "
+        f"{faults[0]} To start anew, use ckpt_path=null: that keeps them under another name."
     )
 
 

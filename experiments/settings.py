@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
-from typing import Any, get_args
 
 import torch
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
+from experiments.checks import SettingsError, check_values, device_of, ranks_of
 from experiments.plans import model_values, plan_of
 from experiments.rank_memory import MOST_RANKS, bucket_bytes, rank_bytes, ranks_that_fit
+from experiments.trying import attempt, try_data, try_strategy
 from lightning_sonar import models
-from lightning_sonar.backends import BACKENDS, resolve_backend
-from lightning_sonar.clipping import check_clip
-from lightning_sonar.expert_clip import check_accumulation
-from lightning_sonar.in_backward import Accumulation
-from lightning_sonar.language_model import Loss
+from lightning_sonar.backends import resolve_backend
 from lightning_sonar.memory.planner import PRECISIONS, MemoryPlan
 from lightning_sonar.memory.sizing import checkpoint_reachable, memory_there
-from lightning_sonar.modes import ExpertClip, resolve_mode
-from lightning_sonar.nonfinite import Check, OnNonfinite
-from lightning_sonar.optim.offload import check_state_device, check_streamable
-
-
-class SettingsError(ValueError):
-    """A value that the run cannot work with; the message is meant for the user."""
-
-
-def device_of(cfg: DictConfig) -> torch.device:
-    """The device that the Trainer will choose for this rank."""
-    wanted = str(cfg.trainer.accelerator)
-    if wanted in ("auto", "gpu", "cuda") and torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", torch.cuda.current_device())))
-        return torch.device("cuda", local % torch.cuda.device_count())
-    if wanted in ("gpu", "cuda"):
-        raise SettingsError(f"trainer.accelerator={wanted}: torch sees no GPU here. Use trainer.accelerator=cpu.")
-    return torch.device("cpu")
+from lightning_sonar.modes import resolve_mode
+from lightning_sonar.optim.offload import check_streamable
+from lightning_sonar.optim.step_one import is_element_wise
 
 
 def is_sharded(cfg: DictConfig) -> bool:
@@ -50,18 +30,6 @@ def is_sharded(cfg: DictConfig) -> bool:
 def build_device_of(cfg: DictConfig) -> torch.device:
     """Where a rank builds its model: on the CPU if one device need not hold it all."""
     return torch.device("cpu") if is_sharded(cfg) else device_of(cfg)
-
-
-def ranks_of(cfg: DictConfig) -> int:
-    """How many ranks train together, as far as the configuration tells."""
-    devices = cfg.trainer.devices
-    if OmegaConf.is_list(devices):
-        count = len(devices)
-    elif str(devices).lstrip("-").isdigit() and int(devices) > 0:
-        count = int(devices)
-    else:
-        count = torch.cuda.device_count() if device_of(cfg).type == "cuda" else 1
-    return count * int(cfg.trainer.num_nodes)
 
 
 def settle(cfg: DictConfig, say: Callable[[str], None] = print) -> DictConfig:
@@ -77,6 +45,11 @@ def settle(cfg: DictConfig, say: Callable[[str], None] = print) -> DictConfig:
         cfg.model.size = settle_size(cfg, device, say)
         if cfg.model.pretrained is None:
             cfg.model.pretrained = cfg.model.size == "full" and not cfg.model.get("config")
+        if cfg.model.pretrained and cfg.model.size == "tiny":
+            raise SettingsError(
+                "model.pretrained=true: there is no checkpoint of the tiny size. Use model.size=full, or leave "
+                "model.pretrained at null."
+            )
         settle_defaults(cfg, cfg.model.size)
         try:
             cfg.backend.name = resolve_backend(cfg.backend.name, device)
@@ -84,6 +57,7 @@ def settle(cfg: DictConfig, say: Callable[[str], None] = print) -> DictConfig:
             raise SettingsError(str(error)) from error
     try_optimizer(cfg)
     try_strategy(cfg)
+    try_data(cfg)
     return cfg
 
 
@@ -105,35 +79,24 @@ def try_optimizer(cfg: DictConfig) -> None:
     Raises:
         SettingsError: with what they said.
     """
-    key = "optimizer"
-    try:
-        dtype = PRECISIONS[str(cfg.trainer.precision)]
-        # One of them has the shape of an expert tensor: optimizers may treat the two differently.
-        shapes = ((2, 2), (2, 2, 2))
-        optimizer = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes])
+    dtype = PRECISIONS[str(cfg.trainer.precision)]
+    # One of them has the shape of an expert tensor: optimizers may treat the two differently.
+    shapes = ((2, 2), (2, 2, 2))
+
+    def make(node: DictConfig) -> torch.optim.Optimizer:
+        made = instantiate(node)([torch.nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes])
         if cfg.mode.expert_state_device is not None:
-            check_streamable(optimizer)
-        key = "scheduler"
-        instantiate(cfg.scheduler)(optimizer)
-    except Exception as error:  # whatever a class that the user named may raise
-        raise SettingsError(f"{key}={cfg[key].get('_target_')}: {_cause_of(error)}".splitlines()[0]) from error
+            check_streamable(made)
+        if resolve_mode(cfg.mode.name).granularity == "expert" and not is_element_wise(made):
+            raise ValueError(
+                f"mode={cfg.mode.name} updates each expert's slice on its own, which equals updating the tensor only "
+                f"for element-wise optimizers; {type(made).__name__} is not known to be one. Use mode=sonar, or "
+                "optimizer=fused_adamw."
+            )
+        return made
 
-
-def try_strategy(cfg: DictConfig) -> None:
-    """Make the strategy, so that what it refuses shows before data is read.
-
-    Raises:
-        SettingsError: with what it said.
-    """
-    try:
-        instantiate(cfg.trainer.strategy)
-    except Exception as error:  # whatever a class that the user named may raise
-        raise SettingsError(f"trainer.strategy: {_cause_of(error)}") from error
-
-
-def _cause_of(error: Exception) -> BaseException:
-    """What a class said of its arguments, which Hydra wraps; an error of another kind has the better text itself."""
-    return error.__cause__ or error if isinstance(error, InstantiationException) else error
+    optimizer = attempt(cfg, "optimizer", make)
+    attempt(cfg, "scheduler", lambda node: instantiate(node)(optimizer))
 
 
 def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None]) -> str:
@@ -145,8 +108,8 @@ def settle_size(cfg: DictConfig, device: torch.device, say: Callable[[str], None
     force = "Force a size with model.size=full or model.size=tiny."
     if wanted == "auto" and device.type == "cpu":
         say(
-            "model.size=auto chose TINY, because there is no GPU. What the full size needs, and on which card it "
-            f"trains, says python experiments/plan.py model={name}. {force}"
+            "model.size=auto chose TINY, because there is no GPU. To see what the full size needs, and which cards "
+            f"hold it: python experiments/plan.py model={name}. {force}"
         )
         return "tiny"
     plan, there = plan_at(cfg, "full", device), memory_there(device)
@@ -243,99 +206,3 @@ def plan_at(cfg: DictConfig, size: str, device: torch.device) -> MemoryPlan:
         return plan_of(at, rounding=1 if device.type == "cpu" else None)
     except (ValueError, TypeError, RuntimeError) as error:
         raise SettingsError(f"model={cfg.model.name}: {error}") from error
-
-
-def check_values(cfg: DictConfig) -> None:
-    """Check every value that has a closed set or a range; all faults are reported at once.
-
-    Raises:
-        SettingsError: one line a fault.
-    """
-    groups = {key: node for key, node in cfg.items() if key != "hydra" and OmegaConf.is_dict(node)}
-    # OmegaConf gives some keys with their group and some without.
-    missing = sorted(
-        f"{group}.{key.removeprefix(f'{group}.')}"
-        for group, node in groups.items()
-        for key in OmegaConf.missing_keys(node)
-    )
-    faults = [f"{key}: a value is needed." for key in missing]
-    if faults:
-        raise SettingsError("\n".join(faults))
-    if cfg.model.name == "hf" and cfg.model.size != "full":
-        faults.append(f"model.size={cfg.model.size}: model=hf has only the checkpoint's own size; leave it at full.")
-    if cfg.model.name == "hf" and not (cfg.model.id or cfg.model.config):
-        faults.append(
-            "model.id: a value is needed: a hub id or a local folder; or, for random weights, model.config: an "
-            "architecture of transformers such as mixtral, or a config.json."
-        )
-    if cfg.model.name == "hf" and cfg.model.config and cfg.model.pretrained:
-        faults.append("model.pretrained=true: model.config has no weights. Use model.id, or model.pretrained=false.")
-    for key, valid in CHOICES.items():
-        value = OmegaConf.select(cfg, key)
-        if str(value) not in valid:
-            faults.append(f"{key}={value}: expected one of {', '.join(valid)}.")
-    for key, (kind, least, optional) in NUMBERS.items():
-        value = OmegaConf.select(cfg, key)
-        if value is None and optional:
-            continue
-        if value is None or not isinstance(value, kind) or isinstance(value, bool) or value < least:
-            what = "a whole number" if kind is int else "a number"
-            faults.append(f"{key}={value}: expected {what}, at least {least}{', or null' if optional else ''}.")
-    if not faults and str(cfg.trainer.strategy.get("_target_", "")).endswith(".SonarMoEStrategy"):
-        ranks = ranks_of(cfg)
-        if ranks > 1:
-            faults.append(
-                f"trainer.devices={cfg.trainer.devices} trainer.num_nodes={cfg.trainer.num_nodes}: {ranks} devices, "
-                "but the strategy runs on one. Use trainer=ddp (each device holds the whole model) or trainer=fsdp "
-                "(each holds a shard)."
-            )
-    if not faults:
-        try:
-            mode = resolve_mode(cfg.mode.name, cfg.mode.expert_clip)
-            check_accumulation(mode, cfg.mode.accumulation)
-            check_state_device(mode, cfg.mode.expert_state_device)
-            check_clip(mode, cfg.trainer.gradient_clip_val, cfg.trainer.gradient_clip_algorithm)
-            if mode.expert_clip != "none" and not cfg.trainer.gradient_clip_val:
-                faults.append(
-                    f"mode.expert_clip={mode.expert_clip}: trainer.gradient_clip_val={cfg.trainer.gradient_clip_val} "
-                    "clips nothing. Set trainer.gradient_clip_val, or mode.expert_clip=none."
-                )
-        except ValueError as error:
-            faults.append(str(error))
-    if faults:
-        raise SettingsError("\n".join(faults))
-
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "model.size": ("auto", "tiny", "full"),
-    "model.name": (*models.PRESETS, "hf"),
-    "model.loss": get_args(Loss),
-    "model.checkpointing": ("True", "False"),
-    "backend.name": ("auto", *BACKENDS),
-    "mode.expert_clip": get_args(ExpertClip),
-    "mode.accumulation": get_args(Accumulation),
-    "mode.expert_state_device": ("None", "cpu"),
-    "mode.on_nonfinite": get_args(OnNonfinite),
-    "mode.check": get_args(Check),
-    "trainer.precision": tuple(PRECISIONS),
-    "trainer.accelerator": ("auto", "cpu", "gpu", "cuda"),
-    "trainer.gradient_clip_algorithm": ("norm", "value", "None"),
-    "export": ("None", "hf"),
-}
-
-_number = (int, float)
-NUMBERS: dict[str, tuple[Any, float, bool]] = {
-    "seed": (int, 0, False),
-    "model.num_layers": (int, 1, True),
-    "model.router_aux_loss": (_number, 0, False),
-    "data.seq_len": (int, 8, True),
-    "data.batch_size": (int, 1, False),
-    "data.eval_batch_size": (int, 1, False),
-    "data.heldout_size": (int, 1, False),
-    "data.max_records": (int, 2, True),
-    "trainer.max_steps": (int, -1, True),
-    "trainer.max_epochs": (int, -1, True),
-    "trainer.gradient_clip_val": (_number, 0, True),
-    "trainer.accumulate_grad_batches": (int, 1, False),
-    "trainer.log_every_n_steps": (int, 1, False),
-}

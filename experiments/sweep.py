@@ -8,14 +8,20 @@ import math
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from experiments.folder import is_taken
 from experiments.status import STATUS, read_json, read_status, write_status
 
 _OF_ONE_RUN = ("error.txt", STATUS)
+
+GRACE = 60.0
+"""Seconds that a job has to end by itself when its sweep is stopped."""
 
 
 def settings_sha256(cfg: DictConfig, folder: Path) -> str:
@@ -25,7 +31,10 @@ def settings_sha256(cfg: DictConfig, folder: Path) -> str:
         cfg: the composed configuration, before ``settle`` changes it.
         folder: the run's folder, absolute.
     """
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    try:
+        settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException:  # the job itself will say what refers to nothing
+        settings = OmegaConf.to_container(cfg, resolve=False)
     settings.pop("ckpt_path", None)
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.replace(json.dumps(str(folder))[1:-1], "RUN").encode()).hexdigest()
@@ -46,6 +55,9 @@ def run_in_sweep(cfg: DictConfig, script: Path, arguments: list[str], folder: Pa
     """
     sha256 = settings_sha256(cfg, folder)
     result = read_json(folder / "result.json")
+    if result is None and is_taken(folder):
+        print(f"error: {folder}: another process trains there; the job is left to it.", file=sys.stderr)
+        return math.inf
     if result is None:
         for name in _OF_ONE_RUN:
             (folder / name).unlink(missing_ok=True)
@@ -88,7 +100,15 @@ def _objective(cfg: DictConfig, folder: Path) -> float:
 def _spawn(script: Path, arguments: list[str], folder: Path) -> int:
     """One job, in a process of its own so that its memory starts clean."""
     command = [sys.executable, str(script), *arguments, f"hydra.run.dir={_quoted(folder)}", "hydra.mode=RUN"]
-    return subprocess.run(command, check=False).returncode
+    with subprocess.Popen(command) as child:
+        try:
+            return child.wait()
+        except BaseException:
+            child.terminate()  # after which it may write a checkpoint
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE)
+            child.kill()
+            raise
 
 
 def _quoted(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -10,17 +11,22 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from lightning_sonar.modes import Mode, mode_name
-from lightning_sonar.sharded import by_mesh, local, norm_part, settle, whole
+from lightning_sonar.sharded import by_mesh, norm_part, settle, stored, whole
 
 ClipAlgorithm = Literal["norm", "value"]
 
 
 def check_clip(mode: Mode, max_norm: float | None, algorithm: str | None = "norm") -> None:
-    """Refuse a clip that the mode leaves nothing for, or that is asked for twice.
+    """Refuse a clip that the mode leaves nothing for, or that is asked for twice, or that is no number.
 
     Raises:
         ValueError: saying how to go on.
     """
+    if max_norm is not None and math.isnan(max_norm):
+        raise ValueError(
+            "gradient_clip_val=nan: expected the largest norm (or, for gradient_clip_algorithm='value', the largest "
+            "element) as a number, or None to clip nothing."
+        )
     if mode.expert_clip != "none" and max_norm and max_norm > 0 and algorithm == "value":
         raise ValueError(
             f"gradient_clip_algorithm='value' with expert_clip={mode.expert_clip!r}: clipping by value is element-"
@@ -71,17 +77,20 @@ def tensor_norm(grad: Tensor) -> Tensor:
     return torch.linalg.vector_norm(grad, 2.0)
 
 
-def total_norm(norms: Sequence[Tensor]) -> Tensor:
+def total_norm(norms: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
     """The global norm of the gradients whose norms these are, as ``clip_grad_norm_`` takes it.
 
     Args:
         norms: from `tensor_norm`, 0-dim, in the optimizer's order of the tensors: the order rounds.
+        dtypes: of the gradients, where some are complex and have a norm that is not.
 
     Returns:
         0-dim, on the device of the first; in the gradients' dtype if they have one in common.
     """
-    groups = _group_tensors_by_device_and_dtype([list(norms)])
-    grouped = [norm for (tensors,), _ in groups.values() for norm in tensors if norm is not None]
+    dtypes = [norm.dtype for norm in norms] if dtypes is None else dtypes
+    alike: list[Tensor | None] = [norm.new_empty((), dtype=dtype) for norm, dtype in zip(norms, dtypes, strict=True)]
+    groups = _group_tensors_by_device_and_dtype([alike], with_indices=True)
+    grouped = [norms[index] for _, indices in groups.values() for index in indices]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in grouped]), 2.0)
 
 
@@ -150,7 +159,7 @@ def is_nonfinite(tensor: Tensor) -> Tensor:
 
     ``aminmax`` carries a NaN through and needs no temporary of the tensor's size.
     """
-    tensor = local(tensor.detach())
+    tensor = stored(tensor.detach())
     if not tensor.numel():
         return torch.zeros((), device=tensor.device)
     low, high = torch.aminmax(tensor)

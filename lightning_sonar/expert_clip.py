@@ -162,8 +162,8 @@ def check_accumulation(mode: Mode, accumulation: str) -> None:
 def scaling(tensor: Tensor, max_norm: float, norm: Tensor, optimizer: torch.optim.Optimizer) -> Attributes:
     """Scale a gradient as ``clip_grad_norm_`` does for this norm, in the optimizer's own pass over it if it can."""
     scale = coefficient(max_norm, norm)
-    # With another dtype, CUDA's mul_ rounds the coefficient first, and the fused update does not.
-    if scales_itself(optimizer) and scale.dtype == gradient(tensor).dtype:
+    # With another dtype, CUDA's mul_ rounds the coefficient first, and the fused update does not. It holds float32.
+    if scales_itself(optimizer) and scale.dtype == gradient(tensor).dtype != torch.float64:
         return {"gradient_scale": scale.to(tensor.device)}
     scale_([tensor], max_norm, norm)
     return {}

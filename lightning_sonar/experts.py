@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 # transformers' dispatch decorator puts these on every module that holds batched experts.
 _DISPATCH_ATTRIBUTES = ("has_gate", "is_transposed", "is_concatenated")
 _BIAS_OR_SCALE = re.compile(r"(bias|scale)", re.IGNORECASE)
+# Modules that only hold parameters of the module above them.
+_HOLDERS = (nn.ParameterList, nn.ParameterDict, ParametrizationList)
 
 
 class NoExpertsError(ValueError):
     """A model in which no expert tensor can be updated.
 
     Attributes:
+        found: what there is: expert tensors that are all frozen, or nothing.
         frozen: whether there are expert tensors, all of them frozen.
     """
 
-    def __init__(self, message: str, frozen: bool) -> None:
+    def __init__(self, message: str, found: ExpertTensors) -> None:
         super().__init__(message)
-        self.frozen = frozen
+        self.found = found
+        self.frozen = bool(found.frozen)
+
+
+class Source:
+    """A model, held weakly, and what was asked of it."""
+
+    def __init__(self, model: nn.Module, patterns: str | Sequence[str]) -> None:
+        self._model = weakref.ref(model)
+        self._patterns = patterns
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, or None if it is gone."""
+        return self._model()
+
+    def look_again(self) -> ExpertTensors | None:
+        """The model's expert tensors as they are now; None if the model is gone, or has none of the kind."""
+        model = self.model
+        try:
+            return None if model is None else _find(model, self._patterns)
+        except ValueError:  # a pattern matches nothing any more
+            return None
 
 
 @dataclass(frozen=True)
@@ -36,10 +63,17 @@ class ExpertTensors(Mapping[str, Tensor]):
     Attributes:
         named: name to parameter.
         total_numel: number of elements of all the model's parameters, for the share in :meth:`report`.
+        frozen: name to parameter of the frozen ones, which are no part of the mapping.
+        source: where they were found; copies and pickles are without it.
     """
 
     named: dict[str, nn.Parameter]
     total_numel: int
+    frozen: dict[str, nn.Parameter] = field(default_factory=dict)
+    source: Source | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "source": None}
 
     def __getitem__(self, name: str) -> nn.Parameter:
         return self.named[name]
@@ -99,15 +133,25 @@ def find_expert_tensors(model: nn.Module, patterns: Literal["auto"] | str | Sequ
 
     Source: the rule follows transformers 5's batched layout, ``gate_up_proj [E, 2I, H]``, ``down_proj [E, H, I]``.
     """
+    found = _find(model, patterns)
+    if not found:
+        raise NoExpertsError(_nothing_found(model, frozen=bool(found.frozen)), found)
+    return found
+
+
+def _find(model: nn.Module, patterns: str | Sequence[str]) -> ExpertTensors:
     if patterns == "auto":
         chosen = _by_structure(model)
     else:
         chosen = _by_name(model, [patterns] if isinstance(patterns, str) else list(patterns))
     parameters = dict(model.named_parameters())
-    named = {name: p for name, p in parameters.items() if id(p) in chosen and p.requires_grad}
-    if not named:
-        raise NoExpertsError(_nothing_found(model, frozen=bool(chosen)), frozen=bool(chosen))
-    return ExpertTensors(named, sum(p.numel() for p in parameters.values()))
+    experts = {name: p for name, p in parameters.items() if id(p) in chosen}
+    return ExpertTensors(
+        {name: p for name, p in experts.items() if p.requires_grad},
+        sum(p.numel() for p in parameters.values()),
+        {name: p for name, p in experts.items() if not p.requires_grad},
+        Source(model, patterns),
+    )
 
 
 def _by_structure(model: nn.Module) -> set[int]:
@@ -115,8 +159,11 @@ def _by_structure(model: nn.Module) -> set[int]:
 
 
 def expert_parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """The expert parameters that ``module`` itself owns (not its children), by the structural rule."""
-    own = dict(module.named_parameters(recurse=False))
+    """The expert parameters that ``module`` itself owns (not its children), by the structural rule.
+
+    Those in a ParameterList or ParameterDict of the module, and the originals of its parametrizations, are its own.
+    """
+    own = dict(_own_parameters(module))
     counts = _expert_counts(module)
     experts: list[nn.Parameter] = []
     for num_experts in {p.shape[0] for p in own.values() if p.ndim == 3}:
@@ -128,6 +175,24 @@ def expert_parameters_of(module: nn.Module) -> list[nn.Parameter]:
             if p.ndim in (2, 3) and p.shape[0] == num_experts and (p.ndim == 3 or _BIAS_OR_SCALE.search(name))
         ]
     return experts
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from module.named_parameters(recurse=False)
+    for name, child in module.named_children():
+        if isinstance(child, _HOLDERS):
+            yield from child.named_parameters(name, recurse=False)
+        elif name == "parametrizations":
+            for original, holder in child.named_children():
+                yield from holder.named_parameters(original, recurse=False)
+
+
+def owner_name(model: nn.Module, name: str) -> str:
+    """The name of the module that a parameter is used by: what owns it, or what owns the list that it is in."""
+    owner = name.rpartition(".")[0]
+    while owner and isinstance(model.get_submodule(owner), (*_HOLDERS, nn.ModuleDict)):
+        owner = owner.rpartition(".")[0]
+    return owner
 
 
 def _expert_counts(module: nn.Module) -> set[int]:
@@ -166,7 +231,8 @@ def _nothing_found(model: nn.Module, frozen: bool) -> str:
     if frozen:
         return (
             f"All expert tensors of {type(model).__name__} are frozen (requires_grad=False), so there is nothing to "
-            "update inside backward. Unfreeze them, or train with mode='standard_no_expert_clip'."
+            "update inside backward. Unfreeze them, train with mode='standard_no_expert_clip', or, if adapters on "
+            "the experts train in their place (LoRA), pass experts=<regex over the adapters' parameter names>."
         )
     three_dim = [f"{name} {list(p.shape)}" for name, p in model.named_parameters() if p.ndim == 3]
     lists = [

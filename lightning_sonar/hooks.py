@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_sonar import messages
 from lightning_sonar.clipping import GradNorms, clip_value_
 from lightning_sonar.expert_clip import POLICIES, Unclipped
+from lightning_sonar.members import Members
 from lightning_sonar.modes import Mode
 from lightning_sonar.nonfinite import NonfiniteGuard
 from lightning_sonar.optim.step_one import Group, owner_of, step_slice, step_tensor
@@ -56,10 +57,9 @@ class GradientHooks:
         # The hooks hold this object, and a parameter holds its hooks in C++ where the garbage collector cannot see
         # them: a strong reference from here to a parameter or the optimizer would keep the whole model alive.
         self._optimizer = weakref.ref(optimizer)
-        self._experts = {name: weakref.ref(tensor) for name, tensor in experts.items()}
-        self._expert_ids = {id(tensor) for tensor in experts.values()}
-        self._names = dict(names)
+        self._members = Members(experts, names)
         self._handles: list[Any] = []
+        self._hooks: dict[int, list[Any]] = {}
         self._group_index: dict[int, tuple[int, int]] = {}
         self._pending: dict[int, dict[str, Any]] = {}
         self._fired: set[int] = set()
@@ -78,18 +78,18 @@ class GradientHooks:
 
     @property
     def experts(self) -> dict[str, Tensor]:
-        """The expert tensors that are still alive, by name."""
-        alive = ((name, ref()) for name, ref in self._experts.items())
-        return {name: tensor for name, tensor in alive if tensor is not None}
+        """The expert tensors that are still alive, frozen ones included, by name."""
+        return self._members.experts
 
     def is_expert(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._expert_ids
+        return self._members.is_expert(tensor)
 
     def remove(self) -> None:
         """Take the hooks off. May be called more than once."""
-        for handle in self._handles:
+        for handle in [*self._handles, *(each for hooks in self._hooks.values() for each in hooks)]:
             handle.remove()
         self._handles.clear()
+        self._hooks.clear()
         self.observers.clear()
         for tensor in [t for t, owner in _released.items() if owner() is self]:
             del _released[tensor]
@@ -99,33 +99,59 @@ class GradientHooks:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks on; `release_in_backward` does."""
-        for index, group in enumerate(optimizer.param_groups):
-            for position, tensor in enumerate(group["params"]):
-                if not tensor.requires_grad:
-                    continue
-                if not self.mode.steps_in_backward(self.is_expert(tensor)):
-                    if self._two_pass is not None:
-                        self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_dense))
-                    continue
-                self._group_index[id(tensor)] = index, position
-                _released[tensor] = weakref.ref(self)
-                for part in self._parts(tensor):
-                    handle = tensor.register_post_accumulate_grad_hook(partial(self._on_gradient, part))
-                    self._handles.append(handle)
+        self._keep_up()
         # The hook's owner is the optimizer, so a method bound to this object makes no cycle through it.
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._on_step))
+
+    # Tensors come and go.
+
+    def _keep_up(self) -> None:
+        """Between steps: put hooks on what trains by now, and behind those that others have put on since."""
+        for tensor in self._members.new(self._parameters()):
+            for book in (self._group_index, self._hooks):
+                book.pop(id(tensor), None)  # of a tensor that is gone, if it had this id
+            if self.mode.steps_in_backward(self.is_expert(tensor)):
+                self._release(tensor)
+            elif self._two_pass is not None:
+                self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_dense))
+        for tensor in self._parameters():
+            if id(tensor) in self._hooks and not self._acts_last(tensor) and is_released(tensor):
+                self._put_hooks_on(tensor)
+
+    def _release(self, tensor: Tensor) -> None:
+        if is_released(tensor) and _released[tensor]() not in (None, self):
+            raise ValueError(messages.released_already(self._name(tensor)))
+        self._group_index[id(tensor)] = 0, 0  # looked up when it is needed
+        _released[tensor] = weakref.ref(self)
+        self._put_hooks_on(tensor)
+        if self.ranks is not None:
+            self.ranks.admit(self._name(tensor), tensor)
+
+    def _put_hooks_on(self, tensor: Tensor) -> None:
+        for handle in self._hooks.get(id(tensor), ()):
+            handle.remove()
+        self._hooks[id(tensor)] = [
+            tensor.register_post_accumulate_grad_hook(partial(self._on_gradient, part)) for part in self._parts(tensor)
+        ]
+
+    def _acts_last(self, tensor: Tensor) -> bool:
+        """Whether nobody's hook comes after ours, which takes the gradient away."""
+        mine, all_hooks = self._hooks[id(tensor)], getattr(tensor, "_post_accumulate_grad_hooks", None)
+        return not mine or not all_hooks or next(reversed(all_hooks)) == mine[-1].id
 
     # A gradient is complete.
 
     def _on_gradient(self, part: int | None, tensor: Tensor) -> None:
         """The hook. `part` is the expert it updates, or None for the whole tensor. Must return None."""
-        if tensor.grad is None:
+        if tensor.grad is None or self._group_of(tensor) is None:
             return
         if self._accumulating and self.accumulation != "per_microbatch":
             self._hold(tensor)
             return
         if not part:
+            if not self._acts_last(tensor):
+                raise RuntimeError(messages.later_hook(self._name(tensor)))
             self._complete(tensor)
         if self.ranks is None:
             self._act(part, tensor)
@@ -181,8 +207,6 @@ class GradientHooks:
                 two.measure(tensor)
                 return
             self._fired.add(id(tensor))
-            if self.clip_value is not None and not self._guard.skipping:
-                clip_value_([tensor], self.clip_value)
         self._hooks_now += 1
         last = part is None or part == tensor.shape[0] - 1
         if not self._guard.skipping:
@@ -205,6 +229,8 @@ class GradientHooks:
             raise RuntimeError(messages.second_gradient(self._name(tensor)))
         if grad.requires_grad:
             raise RuntimeError(messages.create_graph(self._name(tensor)))
+        if tensor.dtype == torch.float16:
+            raise ValueError(messages.float16(self._name(tensor)))
 
     def _show(self, tensor: Tensor, grad: Tensor) -> None:
         for observer in self.observers:
@@ -223,7 +249,9 @@ class GradientHooks:
 
     def _step(self, part: int | None, tensor: Tensor, pending: dict[str, Any]) -> None:
         optimizer = self._live_optimizer()
-        group, attributes = self._group_of(tensor, optimizer), pending["attributes"]
+        group, attributes = self._group_of(tensor), pending["attributes"]
+        if group is None:
+            return
         if part is None:
             step_tensor(optimizer, group, tensor, **attributes)
         else:
@@ -232,19 +260,24 @@ class GradientHooks:
         # old weight would then silently use the new one.
         torch.autograd.graph.increment_version(tensor)
 
-    def _group_of(self, tensor: Tensor, optimizer: torch.optim.Optimizer) -> Group:
-        """The live group that holds the tensor; groups may have been added since the hooks went on."""
-        groups = optimizer.param_groups
+    def _group_of(self, tensor: Tensor) -> Group | None:
+        """The live group that holds the tensor; groups may have been added or moved. None if it was taken out."""
+        groups = self._live_optimizer().param_groups
         index, position = self._group_index[id(tensor)]
         if index >= len(groups) or not _holds(groups[index], position, tensor):
             places = ((i, j) for i, group in enumerate(groups) for j in range(len(group["params"])))
-            index, position = next(place for place in places if _holds(groups[place[0]], place[1], tensor))
-            self._group_index[id(tensor)] = index, position
+            place = next((place for place in places if _holds(groups[place[0]], place[1], tensor)), None)
+            if place is None:
+                return None
+            index, position = self._group_index[id(tensor)] = place
         return groups[index]
 
     def _attributes(self, tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """What the copy that updates the tensor is told; None if the tensor is left out."""
-        found = self._guard.attributes(tensor, optimizer)
+        found = self._guard.attributes(tensor, optimizer, updated=self._hooks_now > 1)
+        if found is not None and self.clip_value is not None:
+            # Not before the guard has looked: clipping would make a number of an infinity.
+            clip_value_([tensor], self.clip_value)
         limit = self._limit()
         if found is None or not limit:
             return found
@@ -279,6 +312,7 @@ class GradientHooks:
         self._guard.end_step(self._live_optimizer())
         self._fired.clear()
         self._hooks_last, self._hooks_now = self._hooks_now, 0
+        self._keep_up()  # for those who call loss.backward() themselves
         self._enter("done")
 
     # The optimizer and its tensors.
@@ -301,7 +335,7 @@ class GradientHooks:
         return optimizer
 
     def _name(self, tensor: Tensor) -> str:
-        return self._names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
+        return self._members.name(tensor)
 
 
 def _holds(group: Group, position: int, tensor: Tensor) -> bool:

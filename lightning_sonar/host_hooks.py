@@ -34,6 +34,11 @@ class HostHooks(GradientHooks):
         self._sums = HostSums() if accumulation == "host" and mode.in_backward != "none" else None
         self._states = HostStates(self.experts.values(), optimizer) if offload else None
 
+    def _release(self, tensor: Tensor) -> None:
+        super()._release(tensor)
+        if self._states is not None and self.is_expert(tensor):
+            self._states.keep(tensor)
+
     def remove(self) -> None:
         """Take the hooks off. May be called more than once."""
         super().remove()

@@ -64,12 +64,15 @@ class InBackward(HostHooks):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps updated nothing because the loss was not finite. Reads the device."""
+        """How many steps were left out because the loss was not finite. Reads the device."""
         return self._guard.skipped_steps
 
     @property
     def skipped_tensors(self) -> int:
-        """How many updates of one tensor were left out because its gradient was not finite. Reads the device."""
+        """How many updates of one tensor were left out for gradients that are not finite. Reads the device.
+
+        Tensors that are left out together, see ``check`` of `release_in_backward`, all count.
+        """
         return self._guard.skipped_tensors
 
     @property
@@ -114,10 +117,11 @@ class InBackward(HostHooks):
             FloatingPointError: if the loss (or a checked gradient) is not finite and ``on_nonfinite="raise"``.
             RuntimeError: if a released tensor gets its gradient twice; see `release_in_backward`.
         """
+        self._keep_up()
         self._enter("backward")
         if self._sums is not None:
             self._sums.drop_if_zeroed()
-        self._guard.look_at(loss, self._live_optimizer())
+        self._guard.look_at(loss, self._live_optimizer(), updated=self._hooks_now > 0)
         if self.accumulation == "per_microbatch":
             self._fired.clear()
         if not last:
@@ -132,7 +136,7 @@ class InBackward(HostHooks):
         else:
             self._run_twice(self._two_pass, run or loss.backward)
         self._act_on_left()
-        if not self._accumulating and self._guard.leaves_out(self._parameters(), self._live_optimizer()):
+        if not self._accumulating and self._leaves_out():
             self._drop_gradients()
 
     def clip_(self, max_norm: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
@@ -151,9 +155,9 @@ class InBackward(HostHooks):
         if self._norms is not None and self.norms_due:
             self._norms.gather((t, self.is_expert(t)) for t in self._parameters())
         norm = None
+        check_clip(self.mode, max_norm, algorithm)
         self._refuse_late(max_norm, algorithm)
         if max_norm > 0:
-            check_clip(self.mode, max_norm, algorithm)
             tensors = with_gradients(self._parameters())
             self._expert_clip.after_backward(tensors, self._guard.incomplete)
             if algorithm == "value":
@@ -233,6 +237,9 @@ class InBackward(HostHooks):
 
     # Inside.
 
+    def _leaves_out(self) -> bool:
+        return self._guard.leaves_out(self._parameters(), self._live_optimizer(), updated=self._hooks_now > 0)
+
     def _drop_gradients(self) -> None:
         for tensor in self._parameters():
             tensor.grad = None
@@ -262,7 +269,7 @@ class InBackward(HostHooks):
         if not two.begin(tensors, self._group_index):
             self._run(run)
             return
-        with two.first_pass(), _explained():
+        with two.first_pass(), _explained(messages.why_not_twice):
             self._run(partial(run, retain_graph=True))
         two.end_first_pass(tensors)
         if two.bad and self._guard.judge(two.bad, self._live_optimizer()):
@@ -271,7 +278,7 @@ class InBackward(HostHooks):
         leaves = again if self.leaf_of is None else [self.leaf_of(tensor) for tensor in again]
         if not leaves:
             return
-        with _explained():
+        with _explained(messages.why_not_twice):
             self._run(partial(run, inputs=leaves))
         wanted = [tensor for tensor in again if id(tensor) in self._group_index]
         missing = [self._name(tensor) for tensor in wanted if id(tensor) not in self._fired]
@@ -301,7 +308,8 @@ class InBackward(HostHooks):
     def _run(self, run: Callable[[], Any]) -> None:
         self._inside = True
         try:
-            run()
+            with _explained(lambda error: messages.why_changed(error) if self._hooks_now else None):
+                run()
             self._bring_left()
             if self._accumulating and self._sums is not None:
                 self._sums.note(t for t in self._parameters() if id(t) not in self._group_index)
@@ -319,12 +327,12 @@ class InBackward(HostHooks):
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Errors of torch's that come from running backward twice say so."""
+def _explained(explain: Callable[[str], str | None]) -> Iterator[None]:
+    """Errors of torch's that ``explain`` knows say what they come from here."""
     try:
         yield
     except RuntimeError as error:
-        why = messages.why_not_twice(str(error))
+        why = explain(str(error))
         if why is None:
             raise
         raise RuntimeError(why) from error

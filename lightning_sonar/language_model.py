@@ -103,7 +103,8 @@ class LanguageModel(SonarMoEMixin, L.LightningModule):
         if load is not None:
             # Of several ranks the mean of what each has seen of its own batch.
             self.log_dict({f"router/{name}": value for name, value in load.summary().items()}, sync_dist=True)
-            self.log("skipped_steps", float(self.in_backward.skipped_steps))
+            for name in ("skipped_steps", "skipped_tensors"):
+                self.log(name, float(getattr(self.in_backward, name)))
         return self.finish_step(loss)
 
     def finish_step(self, loss: Tensor) -> Tensor:

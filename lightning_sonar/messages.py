@@ -26,6 +26,28 @@ def create_graph(name: str) -> str:
     )
 
 
+def float16(name: str) -> str:
+    """A tensor that is updated inside backward has a dtype that needs loss scaling."""
+    return (
+        f"{name} is float16. Its gradients need loss scaling, and a step inside backward cannot be undone when the "
+        "scale proves too large. Use bfloat16 (precision='bf16-true' or 'bf16-mixed') or float32."
+    )
+
+
+def released_already(name: str) -> str:
+    """Two handles want one tensor."""
+    return f"{name} is already updated inside backward by another handle; call that handle's remove() first."
+
+
+def later_hook(name: str) -> str:
+    """Somebody's hook comes after ours."""
+    return (
+        f"A post-accumulate-grad hook was put on {name} after it was released, so it would find the gradient gone. "
+        "handle.backward(loss) and handle.train_step(loss) see to it that hooks of others come first: call one of them "
+        "instead of loss.backward(), or register the hook before release_in_backward."
+    )
+
+
 def late_clip(algorithm: str, asked: float, used: float | None, updated: int) -> str:
     """A clip asked for after backward is another one than the hooks have applied."""
     what = "unclipped gradients" if not used else f"the {algorithm} {used}"
@@ -105,6 +127,20 @@ def why_not_twice(error: str) -> str | None:
             "(gradient_checkpointing_enable({'use_reentrant': False}) in transformers), or expert_clip='lagged'."
         )
     return None
+
+
+def why_changed(error: str) -> str | None:
+    """What an error of torch's means that comes from a weight that was updated too early; None if it is another one."""
+    if "modified by an inplace operation" not in error:
+        return None
+    return (
+        "A tensor was updated inside backward, and the graph still needs the weight that it had. Either the graph also "
+        "uses the weight without asking for its gradient (weight.detach(), in a penalty for example): use "
+        "weight.detach().clone() there. Or this backward follows another one through the same graph "
+        "(retain_graph=True): put all but the last into `with handle.accumulate():`. Or several parameters are views "
+        "of one buffer: give each its own memory (.clone()). If nothing of this fits, mode='standard_no_expert_clip' "
+        f"does without hooks; call handle.abandon_step() before you go on. torch says: {error}"
+    )
 
 
 LAGGED_WITHOUT_CLIP = (

@@ -135,7 +135,10 @@ def build_config(
         if config:
             return _config_of(config, trust_remote_code, overrides)
         source = str(model_id)
-        found = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        try:
+            found = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"id={source}: {_refusal(error)}") from error
         _check_overrides(found, overrides)
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
     if config is not None:
@@ -174,7 +177,7 @@ def _config_of(source: str, trust_remote_code: bool, overrides: dict[str, Any]) 
     try:
         base = make()
     except (OSError, ValueError) as error:
-        raise ValueError(f"config={source}: no configuration can be made of it: {_one_line(error)}") from error
+        raise ValueError(f"config={source}: no configuration can be made of it: {_refusal(error)}") from error
     if base.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
         text = f"{base.model_type}_text"
         other = f" Take its language model, {text}." if text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else ""
@@ -184,6 +187,16 @@ def _config_of(source: str, trust_remote_code: bool, overrides: dict[str, Any]) 
         return make(**overrides)
     except Exception as error:  # each architecture checks its values with exceptions of its own
         raise ValueError(f"config={source}: transformers refuses these values: {_one_line(error)}") from error
+
+
+def _refusal(error: Exception) -> str:
+    """What transformers says of a configuration, in a line; in our words where it asks for more trust."""
+    if "trust_remote_code" not in str(error):
+        return _one_line(error)
+    return (
+        "it brings Python code of its own, which was not run. model.trust_remote_code=true runs it with all your "
+        "rights: set it only after reading that code, or take a model that transformers itself has."
+    )
 
 
 def _one_line(error: Exception) -> str:

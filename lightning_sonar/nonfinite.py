@@ -13,6 +13,11 @@ from lightning_sonar.clipping import is_nonfinite
 OnNonfinite = Literal["skip", "raise", "ignore"]
 Check = Literal["loss", "gradient"]
 
+_UPDATED = {
+    False: "nothing was updated in this step",
+    True: "other tensors were updated in this step already",
+}
+
 
 def check_nonfinite(on_nonfinite: OnNonfinite, check: Check) -> None:
     """Refuse a check whose findings would be ignored.
@@ -67,8 +72,13 @@ class NonfiniteGuard:
             return torch.ones(())
         return torch.stack([flag.to(found[0].device) for flag in found]).amax() if found else None
 
-    def look_at(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def look_at(self, loss: Tensor, optimizer: torch.optim.Optimizer, updated: bool) -> None:
         """Before a backward: is this loss finite? Several backwards of one step share the verdict.
+
+        Args:
+            loss: of this backward.
+            optimizer: the one that will update.
+            updated: whether some tensor was updated in this step already.
 
         Raises:
             FloatingPointError: if it is not and ``on_nonfinite="raise"``.
@@ -79,7 +89,7 @@ class NonfiniteGuard:
         if self.on_nonfinite == "raise":
             if bad.bool().item():
                 raise FloatingPointError(
-                    f"The loss is {loss.item()}{self._elsewhere(loss)}; nothing was updated in this step. "
+                    f"The loss is {loss.item()}{self._elsewhere(loss)}; {_UPDATED[updated]}. "
                     "on_nonfinite='skip' leaves such steps out and counts them."
                 )
         elif _stays_on_device(loss, optimizer):
@@ -88,8 +98,13 @@ class NonfiniteGuard:
         else:
             self.skipping = self.skipping or bool(bad.bool().item())
 
-    def attributes(self, tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    def attributes(self, tensor: Tensor, optimizer: torch.optim.Optimizer, updated: bool) -> dict[str, Any] | None:
         """What the update of one tensor inside backward is told, or None if it is left out.
+
+        Args:
+            tensor: the tensor, with its complete gradient.
+            optimizer: the one that will update it.
+            updated: whether another tensor was updated in this step already.
 
         Raises:
             FloatingPointError: if its gradient is checked, not finite and ``on_nonfinite="raise"``.
@@ -102,24 +117,32 @@ class NonfiniteGuard:
         if self.checks_gradients and grad is not None:
             bad = self._verdict(grad)
             what = f"The gradient of a tensor of shape {list(tensor.shape)}"
-            self._raise_if(bad, what, "Tensors of later layers have been updated already.")
+            self._raise_if(bad, what, updated)
             self._omit(bad)
             if not _stays_on_device(grad, optimizer):
                 self._skipped_tensors = self._skipped_tensors + int(bad)
                 return None if bad.bool().item() else {}
-            self._skipped_tensors = self._skipped_tensors + bad
+            self._skipped_tensors = self._skipped_tensors + self._under_finite_loss(bad)
             flag = bad if flag is None else torch.maximum(flag, bad)
         return {} if flag is None else {"found_inf": flag}
 
-    def leaves_out(self, others: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> bool:
+    def leaves_out(self, others: Iterable[Tensor], optimizer: torch.optim.Optimizer, updated: bool) -> bool:
         """After the last backward: whether the other tensors' gradients are to be dropped, so that nothing steps.
 
         With a device flag they are kept, and the optimizer reads the flag.
+
+        Args:
+            others: tensors that step after backward; those without a gradient are passed over.
+            optimizer: the one that will update them.
+            updated: whether some tensor was updated in this step already.
+
+        Raises:
+            FloatingPointError: if a gradient is checked, not finite and ``on_nonfinite="raise"``.
         """
         if self.checks_gradients and not self.skipping and not self._judged:
             found = [is_nonfinite(tensor.grad) for tensor in others if tensor.grad is not None]
             if found:
-                return self._decide(found, optimizer, "Tensors of later layers have been updated already.")
+                return self._decide(found, optimizer, updated)
         return self.skipping or self._left_out
 
     def judge(self, found: list[Tensor], optimizer: torch.optim.Optimizer) -> bool:
@@ -135,11 +158,11 @@ class NonfiniteGuard:
         Raises:
             FloatingPointError: if one is not and ``on_nonfinite="raise"``.
         """
-        self._left_out = self._decide(found, optimizer, "Nothing was updated in this step.")
+        self._left_out = self._decide(found, optimizer, updated=False)
         self._judged = True
         return self._left_out
 
-    def _decide(self, found: list[Tensor], optimizer: torch.optim.Optimizer, updated: str) -> bool:
+    def _decide(self, found: list[Tensor], optimizer: torch.optim.Optimizer, updated: bool) -> bool:
         bad = torch.stack([one.to(found[0].device) for one in found]).amax()
         bad = bad if self.agree is None else self.agree(bad)
         self._raise_if(bad, "The gradient of a parameter", updated)
@@ -147,10 +170,14 @@ class NonfiniteGuard:
         if not _stays_on_device(bad, optimizer):
             self._skipped_tensors = self._skipped_tensors + int(bad) * len(found)
             return bool(bad.bool().item())
-        self._skipped_tensors = self._skipped_tensors + bad * len(found)
+        self._skipped_tensors = self._skipped_tensors + self._under_finite_loss(bad) * len(found)
         self._bad_step = bad if self.flag is None else torch.maximum(self.flag, bad)
         optimizer.found_inf = self._bad_step  # type: ignore[attr-defined]
         return False
+
+    def _under_finite_loss(self, bad: Tensor) -> Tensor:
+        """The verdict on a gradient, unless it follows from the loss: such a step is counted as one already."""
+        return bad if self.flag is None else bad * (self.flag == 0).to(bad.device)
 
     def _omit(self, bad: Tensor) -> None:
         self._omitted = bad if self._omitted is None else torch.maximum(self._omitted, bad.to(self._omitted.device))
@@ -162,11 +189,11 @@ class NonfiniteGuard:
     def _elsewhere(self, loss: Tensor) -> str:
         return " here, and not finite on another rank" if bool(loss.isfinite()) else ""
 
-    def _raise_if(self, bad: Tensor, what: str, updated: str) -> None:
+    def _raise_if(self, bad: Tensor, what: str, updated: bool) -> None:
         if self.on_nonfinite == "raise" and bad.bool().item():
             raise FloatingPointError(
-                f"{what} is not finite, though the loss is; it was not applied. {updated} on_nonfinite='skip' leaves "
-                "such updates out and counts them."
+                f"{what} is not finite, though the loss is; it was not applied. {_UPDATED[updated].capitalize()}. "
+                "on_nonfinite='skip' leaves such updates out and counts them."
             )
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -33,5 +33,8 @@ class Ranks(Protocol):
         """Backward ends; returns the tensors whose gradients are averaged now."""
         ...
 
+    def admit(self, name: str, tensor: Tensor) -> None:
+        """A tensor is released that was not before, on every rank."""
+
     def forget(self) -> None:
         """Forget a backward that was broken off."""

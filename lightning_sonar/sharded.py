@@ -21,6 +21,12 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
 
 
+def stored(tensor: Tensor) -> Tensor:
+    """The elements a gradient consists of: of this rank's shard; of a sparse tensor those that are there."""
+    tensor = local(tensor)
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A DTensor's whole value, on every rank; any other tensor itself. A collective for DTensors."""
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
@@ -31,7 +37,7 @@ def norm_part(grad: Tensor) -> Tensor:
 
     Of a plain tensor its 2-norm; of a DTensor its squared norm, still to be summed over the ranks.
     """
-    norm = torch.linalg.vector_norm(local(grad), dtype=torch.float32)
+    norm = torch.linalg.vector_norm(stored(grad), dtype=torch.float32)
     if not is_sharded(grad):
         return norm
     from torch.distributed.tensor import DTensor, Partial, Replicate

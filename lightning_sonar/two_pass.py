@@ -101,8 +101,9 @@ class TwoPass(Unclipped):
         """
         for tensor in with_gradients(tensors):
             self._measure(tensor)
-        norms = [self._norms[id(tensor)] for tensor in tensors if id(tensor) in self._norms]
-        self.norm = total_norm(norms) if norms else torch.zeros(())
+        measured = [tensor for tensor in tensors if id(tensor) in self._norms]
+        norms = [self._norms[id(tensor)] for tensor in measured]
+        self.norm = total_norm(norms, [tensor.dtype for tensor in measured]) if norms else torch.zeros(())
 
     def to_form_again(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Those of ``tensors`` whose gradients the first pass has freed."""

@@ -17,6 +17,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from distributed_host import host_cases
+from distributed_low_bit import low_bit_cases
 from distributed_run import (
     SOON,
     Poisoned,
@@ -282,7 +283,9 @@ def quick() -> list[dict[str, Any]]:
 
 def thorough() -> list[dict[str, Any]]:
     """The results of the cases that take longer."""
-    return run_once(tuple(name for name in CASES if name not in (*QUICK, *FAILING) and not name.startswith("load_")))
+    return run_once(
+        tuple(name for name in CASES if name not in (*QUICK, *FAILING) and not name.startswith(("load_", "low_bit_")))
+    )
 
 
 QUICK = [
@@ -290,7 +293,13 @@ QUICK = [
     *("fsdp_unclipped_fp32", "fsdp_plain_bf16", "two_meshes", "units"),
 ]
 FAILING = ["ddp_unused_refused", "ddp_stuck"]
-CASES: dict[str, Any] = {**ddp_cases(), **fsdp_cases(), **checkpoint_cases(), **host_cases(saving, plain_fsdp)}
+CASES: dict[str, Any] = {
+    **ddp_cases(),
+    **fsdp_cases(),
+    **checkpoint_cases(),
+    **host_cases(saving, plain_fsdp),
+    **low_bit_cases(),
+}
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -13,6 +13,7 @@ import sys
 
 import numpy
 import torch
+from extended_products import extended_products
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -33,6 +34,10 @@ OPTIONS = {
     "scale_and_flag": {"grad_scale": torch.tensor(0.7), "found_inf": torch.tensor(0.0), "maximize": True},
     "lr_tensor": {"lr": torch.tensor(3e-3)},
     "no_memory": {"beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0},
+    "no_eps": {"eps": 0.0},
+    "no_lr": {"lr": 0.0},
+    "decay_to_zero": {"weight_decay": 1000.0},
+    "bare": {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "weight_decay": 1000.0},
 }
 SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 NAMES = ("param", "exp_avg", "exp_avg_sq", "step")
@@ -78,7 +83,7 @@ def interpret() -> dict[str, dict[str, int]]:
     # Three of these elements differ where the reference's roots are not correctly rounded.
     cases += [("fp32", "many", "plain", False, None)]
     cases += [(d, "odd", o, False, None) for d in DTYPES for o in OPTIONS]
-    cases += [(d, "odd", "scale", True, None) for d in DTYPES]
+    cases += [(d, "odd", o, True, None) for d in DTYPES for o in ("scale", "no_eps", "bare")]
     cases += [(d, s, "plain", False, "slice") for d in rounded for s in SHAPES if s != "many"]
     cases += [("bf16", "blocks", "plain", False, r) for r in ROUNDINGS]
     cases += [("bf16", "odd", o, False, "odd") for o in OPTIONS]
@@ -132,6 +137,7 @@ def compile_all() -> dict[str, dict[str, object]]:
             "contracted": len(re.findall(r"\b(?:contract|fast|afn|arcp|fmuladd)\b|llvm\.fma", llir)),
             "fused": len(re.findall(r"\bfma\.", machine)),
             "approximate": len(re.findall(rough, machine)) - len(re.findall("v_div_fixup_f32", machine)),
+            "widened_late": extended_products(ttir),
             "offsets": sorted(set(re.findall(r"tt\.addptr.*tensor<\d+x(i\d+)>", ttir))),
             "block_start": sorted(set(re.findall(r"arith\.muli %block_start.* : (i\d+)", ttir))),
         }

@@ -13,6 +13,8 @@ import re
 import sys
 from typing import Any
 
+from extended_products import extended_products
+
 from lightning_sonar.backends.scattermoe.offline import GRANITE, OLMOE, SHARED_BYTES, scattermoe_cases
 from lightning_sonar.kernel_figures import TARGETS, KernelCase, Target, compile_case, measure
 
@@ -47,6 +49,8 @@ def look(case: KernelCase, target: Target) -> dict[str, Any]:
         "any_tensor_core": len(re.findall(r"mma\.sync|wgmma\.mma|tcgen05\.mma|v_mfma", code)),
         "wide_copies": len(re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (?:0x10|16)\b", code)),
         "narrow_copies": len(re.findall(r"cp\.async\.ca\.shared\.global \[[^]]*\], \[[^]]*\], (?:0x4|4)\b", code)),
+        # Sums of row numbers hold products, and there are fewer than 2**31 rows.
+        "widened_late": extended_products(asm["ttir"], in_sums=False),
         "offsets": sorted(set(re.findall(r"tt\.addptr.*tensor<(?:\d+x)+(i\d+)>", asm["ttir"]))),
         "atomics": len(re.findall(r"atomic", asm["ttir"])),
         "tile": [case.constants.get(f"BLOCK_{name}") for name in "MNKABR"],

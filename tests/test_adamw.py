@@ -170,6 +170,15 @@ def test_amsgrad_is_refused_when_loaded_and_leaves_the_optimizer_as_it_was() -> 
         optimizer.step()
 
 
+def test_a_state_whose_groups_have_other_parameters_is_refused_with_both_counts() -> None:
+    params = make_params()
+    optimizer = FusedAdamW(params)
+    saved = torch.optim.AdamW(params[:-1]).state_dict()
+    count = len(params)
+    with pytest.raises(ValueError, match=rf"groups of \[{count - 1}\] parameters; FusedAdamW has \[{count}\]"):
+        optimizer.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("how", ["pickle", "deepcopy"])
 def test_copies_go_on_like_the_original(how: str) -> None:
     params = make_params()

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_sonar import MODES, SonarMoEStrategy
 from lightning_sonar.data.loader import ResumableLoader, ShuffledBatches
 from lightning_sonar.language_model import LanguageModel
-from lightning_sonar.strategies.checkpoints import AtomicCheckpointIO, CheckpointError, bytes_of
+from lightning_sonar.strategies.checkpoints import AtomicCheckpointIO, CheckpointError, bytes_of, recover_folder
 
 pytestmark = [
     pytest.mark.usefixtures("deterministic"),
@@ -231,3 +231,43 @@ def test_saving_does_not_disturb_training(tmp_path):
         saved = snapshot(*run("sonar", 6, callbacks=[saver], enable_checkpointing=True))
     assert len(list(tmp_path.glob("*.ckpt"))) == 3
     assert differing(saved, snapshot(*run("sonar", 6))) == []
+
+
+def test_a_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    seen = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor):
+        seen.append(("on disk", os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def named(path, target):
+        seen.append(("named", path.stat().st_size))
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", named)
+    path = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(1000)}}, path)
+    size = path.stat().st_size
+    assert seen[:2] == [("on disk", size), ("named", size)]
+
+
+def test_the_size_of_a_checkpoint_counts_each_storage_once():
+    whole = torch.zeros(10)
+    nested = {"a": whole, "b": [whole[:5], whole.view(2, 5)], "c": (torch.zeros(3, dtype=torch.bfloat16), 1, None)}
+    assert bytes_of(nested) == 46
+
+
+def test_a_folder_comes_back_from_its_old_name_only_where_none_has_its_own(tmp_path):
+    path, old = tmp_path / "a.ckpt", tmp_path / "a.ckpt.old"
+    for folder in (path, old):
+        folder.mkdir()
+        (folder / "name").write_text(folder.name)
+    recover_folder(path)
+    assert [(folder / "name").read_text() for folder in (path, old)] == ["a.ckpt", "a.ckpt.old"]
+    (path / "name").unlink()
+    path.rmdir()
+    recover_folder(path)
+    assert (path / "name").read_text() == "a.ckpt.old"
+    assert not old.exists()

@@ -100,7 +100,7 @@ def test_callbacks_trainer_and_logger_instantiate(tmp_path):
     assert {type(callback).__name__ for callback in callbacks} == {
         "MemoryProfiler",
         "StepProgressBar",
-        "ModelCheckpoint",
+        "RunCheckpoint",
     }
 
 
@@ -158,9 +158,9 @@ def test_valid_overrides_pass():
         (["model=hf"], "model.id: a value is needed"),
         (["model=hf", "model.id=x", "model.size=tiny"], "model.size=tiny: model=hf has only the checkpoint's own size"),
         (["data.max_records=abc"], "data.max_records=abc: expected a whole number"),
-        (["optimizer.lr=-1"], r"optimizer=lightning_sonar.FusedAdamW: .*learning rate: -1"),
-        (["optimizer.lr=abc"], r"optimizer=lightning_sonar.FusedAdamW: "),
-        (["optimizer._target_=torch.optim.SDG"], "optimizer=torch.optim.SDG: "),
+        (["optimizer.lr=-1"], "optimizer.lr=-1: expected a number, at least 0, or null"),
+        (["optimizer.lr=abc"], "optimizer.lr=abc: expected a number, at least 0, or null"),
+        (["optimizer._target_=torch.optim.SDG"], "optimizer._target_=torch.optim.SDG: it cannot be made: .*SDG"),
         (["scheduler=onecycle", "trainer.max_epochs=1"], "scheduler=torch.optim.lr_scheduler.OneCycleLR: "),
         (["+model.overrides.hiden_size=3"], "has no value 'hiden_size'. Did you mean hidden_size"),
     ],
@@ -196,9 +196,9 @@ def test_flags_and_overrides_are_told_apart():
         ("trainer.max_steps=1.5", "trainer.max_steps=1.5: expected a whole number, at least -1, or null"),
         ("trainer.precision=16-mixed", "trainer.precision=16-mixed: expected one of bf16-true, bf16-mixed, 32"),
         ("mode.accumulation=sometimes", "mode.accumulation=sometimes: expected one of exact, host, per_microbatch"),
-        ("mode.expert_state_device=disk", "mode.expert_state_device=disk: expected one of None, cpu"),
+        ("mode.expert_state_device=disk", "mode.expert_state_device=disk: expected one of null, cpu"),
         ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1: expected a number, at least 0, or null"),
-        ("model.num_layers=true", "model.num_layers=True: expected a whole number"),
+        ("model.num_layers=true", "model.num_layers=true: expected a whole number"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_would_work(override, message):

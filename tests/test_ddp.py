@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from distributed_cases import CASES, QUICK, quick, thorough
 from distributed_run import launch, start, wait
 from helpers import differing
 
 from lightning_sonar import MODES, SonarMoEDDPStrategy
+from lightning_sonar.strategies.averaging import RankAverage
 
 
 def case(name):
@@ -147,3 +150,40 @@ def test_one_rank_alone_trains_as_a_single_device_does(tmp_path):
     found = alone["ddp_sonar_fp32"]
     assert differing(found["found"]["values"], found["expected"]["values"]) == []
     assert math.isfinite(sum(found["found"]["norms"]))
+
+
+@pytest.fixture
+def other_rank(monkeypatch):
+    """Rank 0 of two without the other process: it adds 1.0 to every sum, and has used every tensor."""
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None):
+        assert group == "ours"
+        tensor.copy_(torch.ones_like(tensor)) if op == dist.ReduceOp.MAX else tensor.add_(1.0)
+
+    stand_in = SimpleNamespace(
+        get_world_size=lambda group: 2,
+        get_global_rank=lambda group, rank: rank,
+        broadcast_object_list=lambda objects, src, group: None,
+        all_reduce=all_reduce,
+        ReduceOp=dist.ReduceOp,
+    )
+    monkeypatch.setattr("lightning_sonar.strategies.averaging.dist", stand_in)
+    return SimpleNamespace(group="ours")
+
+
+def test_an_average_is_the_sum_over_ranks_divided_by_their_number(other_rank):
+    tensor = torch.nn.Parameter(torch.zeros(3))
+    tensor.grad = torch.tensor([2.0, 4.0, 6.0])
+    assert RankAverage({"a": tensor}, other_rank).take(tensor) == [tensor]
+    assert tensor.grad.tolist() == [2.0, 3.0, 4.0]
+
+
+def test_a_gradient_waits_for_those_before_it_and_what_is_missing_takes_part_with_zeros(other_rank):
+    a, b, c = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    average = RankAverage({"a": a, "b": b, "c": c}, other_rank, find_unused=True)
+    a.grad, c.grad = torch.full((2,), 4.0), torch.full((2,), 6.0)
+    # The order is that of the parameters, backwards.
+    assert average.take(a) == []
+    assert [id(tensor) for tensor in average.take(c)] == [id(c)]
+    assert [id(tensor) for tensor in average.finish()] == [id(b), id(a)]
+    assert [tensor.grad.tolist() for tensor in (a, b, c)] == [[3.0, 3.0], [1.0, 1.0], [4.0, 4.0]]

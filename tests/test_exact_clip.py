@@ -263,6 +263,16 @@ def test_a_bad_gradient_is_seen_before_anything_is_updated_when_gradients_are_ch
     assert handle.skipped_tensors == 4
 
 
+def test_a_bad_gradient_leaves_out_a_dense_tensor_whose_gradient_is_kept():
+    model, made, handle = toy(EXACT, check="gradient")
+    handle.train_step(model(inputs(0)), max_norm=0.05)
+    before = values(model, made)
+    model.dense.weight.register_post_accumulate_grad_hook(lambda tensor: None)  # who might look at it
+    model.first.register_hook(lambda grad: grad * float("nan"))
+    handle.train_step(model(inputs(1)), max_norm=0.05)
+    assert equal(before, values(model, made))
+
+
 def test_a_bad_gradient_raises_before_anything_is_updated_if_that_is_asked_for():
     model, made, handle = toy(EXACT, check="gradient", on_nonfinite="raise")
     model.first.register_hook(lambda grad: grad * float("nan"))

@@ -85,6 +85,13 @@ def test_per_expert_clips_each_slice_by_its_own_norm(mode, optimizer):
     assert not equal(found, trained("per_tensor", 0.02, optimizer=make))
 
 
+@pytest.mark.parametrize("optimizer", ["FusedAdamW", "SGD"])
+@pytest.mark.parametrize("policy", ["per_tensor", "per_expert", "lagged"])
+def test_gradients_below_the_limit_are_left_as_they_are(policy, optimizer):
+    make = OPTIMIZERS[optimizer]
+    assert equal(trained(policy, 1e3, optimizer=make), trained("none", 1e3, optimizer=make))
+
+
 def test_per_expert_norms_are_at_most_the_limit_after_the_clip():
     model, _made, handle = toy(expert_clip="per_expert", optimizer=torch.optim.SGD)
     start = model.first.detach().clone()

@@ -112,3 +112,11 @@ def test_report_counts_shapes_and_share():
     experts = 2 * (6 * 32 * 32 + 6 * 32 * 16)
     assert text.startswith(f"4 expert tensors, {experts:,} of {total:,} parameters ({experts / total:.1%})")
     assert "2 x model.layers.*.mlp.experts.gate_up_proj [6, 32, 32]" in text
+
+
+def test_a_switch_with_expert_in_its_name_is_no_number_of_experts():
+    module = nn.Module()
+    module.has_experts = True
+    module.kernel = nn.Parameter(torch.zeros(1, 4, 4))
+    with pytest.raises(ValueError, match="No batched expert tensors found"):
+        find_expert_tensors(module)

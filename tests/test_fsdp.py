@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from distributed_run import data_of, launch, resumable
 from helpers import PRECISION, AutomaticLM, differing, fused, make_trainer, small_model, snapshot
 
 from lightning_sonar import SonarMoEFSDPStrategy, SonarMoEStrategy
+from lightning_sonar.strategies.sharding import FreedCheck
 
 
 def case(name):
@@ -145,3 +147,25 @@ def test_another_number_of_ranks_reads_every_checkpoint_bitwise(kind):
 def test_one_hook_an_expert_is_refused_where_a_shard_holds_some_experts_only():
     with pytest.raises(ValueError, match="one hook an expert"):
         SonarMoEFSDPStrategy(mode="sonar_per_expert")
+
+
+def test_gradients_that_are_still_in_memory_when_the_clip_begins_are_named(monkeypatch):
+    class Sharded:
+        """A DTensor, as far as the check looks at one."""
+
+        def __init__(self):
+            self.part = torch.ones(4)
+
+        def to_local(self):
+            return self.part
+
+    monkeypatch.setattr("lightning_sonar.strategies.sharding.DTensor", Sharded)
+    freed, kept = (SimpleNamespace(grad=Sharded(), shape=(4,)) for _ in range(2))
+    check = FreedCheck({id(freed): "experts.up", id(kept): "experts.down"})
+    for tensor in (freed, kept):
+        check.on_gradient(tensor)
+    freed.grad = None
+    check.on_phase("backward")
+    with pytest.raises(RuntimeError, match="gradients of 1 tensors .* not freed, experts.down among them"):
+        check.on_phase("clip")
+    check.on_phase("clip")  # only the first step is looked at

@@ -10,6 +10,7 @@ from helpers import batches, small_model
 from torch import nn
 
 from lightning_sonar import FusedAdamW, find_expert_tensors, release_in_backward
+from lightning_sonar.clipping import is_nonfinite
 from lightning_sonar.losses import response_cross_entropy
 
 pytestmark = [
@@ -301,7 +302,9 @@ def test_accumulate_context_works_in_a_raw_loop():
                 model(inputs(0)).backward()
                 model(inputs(1)).backward()
         assert model.first.grad is not None
+        assert not handle.accumulating
         model(inputs(2)).backward()
+        assert (model.first.grad is None) == (mode == "sonar")
         made.step()
         results.append(values(model, made))
     assert equal(*results)
@@ -354,7 +357,18 @@ def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on(mode, op
     assert handle.skipped_steps == 1
 
 
-def test_a_bad_microbatch_skips_the_whole_step():
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 3, -1])
+def test_any_number_that_is_not_finite_is_seen_wherever_it_stands(bad, place):
+    tensor = torch.linspace(-2.0, 2.0, 7)
+    assert is_nonfinite(tensor) == 0
+    tensor[place] = bad
+    assert is_nonfinite(tensor) == 1
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_bad_microbatch_skips_the_whole_step(monkeypatch, on_device):
+    monkeypatch.setattr("lightning_sonar.nonfinite._stays_on_device", lambda tensor, optimizer: on_device)
     model, made, handle = toy()
     handle.train_step(model(inputs(0)))
     before = values(model, made)
@@ -492,12 +506,13 @@ def test_model_memory_comes_back_while_hooks_are_on():
 
 
 def test_removed_hooks_act_no_more():
-    model, _made, handle = toy()
+    model, made, handle = toy()
     handle.remove()
     handle.remove()
     model(inputs()).backward()
     assert model.first.grad is not None
     assert not model.first._post_accumulate_grad_hooks
+    release_in_backward(made, find_expert_tensors(model))  # not refused: nobody owns them any more
 
 
 def test_hooks_of_a_dead_optimizer_say_so():
@@ -568,3 +583,27 @@ def test_a_group_put_before_others_while_hooks_are_on_moves_no_settings():
         results.append(values(model, made))
         assert names == ["first", "second", "dense.weight", "dense.bias"]
     assert equal(*results)
+
+
+def test_the_verdict_of_another_rank_on_its_loss_holds_here_too():
+    model, made, handle = toy()
+    handle.agree_by(torch.ones_like)
+    before = values(model, made)
+    handle.train_step(model(inputs(0)))
+    assert equal(before, values(model, made))
+    assert handle.skipped_steps == 1
+
+
+def test_the_verdict_of_another_rank_on_its_gradients_holds_here_too():
+    asked = []
+
+    def agree(flag):
+        asked.append(flag)
+        return flag if len(asked) == 1 else torch.ones_like(flag)  # the first one is of the loss
+
+    model, made, handle = toy("standard", check="gradient")
+    handle.agree_by(agree)
+    before = values(model, made)
+    handle.train_step(model(inputs(0)))
+    assert equal(before, values(model, made))
+    assert (handle.skipped_steps, handle.skipped_tensors) == (0, 4)

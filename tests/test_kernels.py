@@ -129,6 +129,7 @@ def test_offsets_are_64_bit_before_they_are_multiplied(compiled: dict[str, dict[
     for case, found in real(compiled).items():
         assert found["offsets"] == ["i64"], case
         assert found["block_start"] == ["i64"], case
+        assert found["widened_late"] == [], case
 
 
 def test_compiled_arithmetic_rounds_like_the_reference(compiled: dict[str, dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,9 @@ def test_the_command_resumes_exports_and_explains_what_it_cannot_resume_from(tmp
     done = command(*small, "trainer.max_steps=8", "ckpt_path=last", "mode=standard", "export=hf", folder=tmp_path / "b")
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stdout
+    assert f"checkpoint in  {tmp_path / 'b/checkpoints/last.ckpt'}\n  model in       {tmp_path / 'b/hf'}" in done.stdout
+    # Lightning's remarks on what is as it should be.
+    assert not re.search("weights_only|dirpath has changed", done.stdout + done.stderr)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "b/hf").state_dict()

@@ -50,10 +50,10 @@ def test_router_load_counts_every_routed_token():
 
 def test_router_load_summary_is_largest_over_mean_and_experts_without_a_token():
     load = RouterLoad()
-    load.counts = [torch.tensor([4.0, 0.0, 0.0, 4.0]), torch.tensor([2.0, 2.0, 2.0, 2.0])]
+    load.counts = [torch.tensor([4.0, 0.0, 1.0, 3.0]), torch.tensor([2.0, 2.0, 2.0, 2.0])]
     summary = load.summary()
     assert summary["max_over_mean"] == 1.5
-    assert summary["unused"] == 1.0
+    assert summary["unused"] == 0.5
     assert RouterLoad().summary() == {}
 
 
@@ -97,3 +97,12 @@ def test_the_loss_falls():
     module = Watched(small_model(), fused())
     make_trainer(SonarMoEStrategy(), 30).fit(module, loader(data))
     assert seen[-1] < 0.5 * seen[0]
+
+
+def test_auxiliary_loss_is_added_with_its_weight():
+    batch = batches(1)[0]
+    plain, half, whole = (
+        LanguageModel(small_model(), fused(), router_aux_loss=weight).loss(batch).item() for weight in (0.0, 0.5, 1.0)
+    )
+    assert whole - plain > 0.1
+    assert half - plain == pytest.approx((whole - plain) / 2, rel=1e-4)

@@ -200,3 +200,9 @@ def test_validation_in_the_middle_of_a_step_loses_nothing_that_was_accumulated(m
         assert trainer.global_step == 3
         results.append(snapshot(trainer, module))
     assert differing(*results) == []
+
+
+def test_what_the_strategy_takes_from_the_trainer_it_gives_back():
+    trainer = make_trainer(SonarMoEStrategy(accumulation="host"), 2, clip=0.25, accumulate_grad_batches=2)
+    trainer.fit(LanguageModel(small_model(), fused()), loader(batches(4)))
+    assert (trainer.gradient_clip_val, trainer.accumulate_grad_batches) == (0.25, 2)

@@ -146,6 +146,10 @@ def test_at_most_two_tensors_states_are_on_the_device_and_none_between_steps():
     # Two moments a tensor. In the first step nobody knows what comes next.
     assert most == [2, 2, 2, 4, 2, 4]
     assert made.state[model.first]["step"] == 3
+    # What was fetched ahead in vain is gone when the step is, too.
+    handle.train_step(model.all_experts(model.dense(inputs(3)), model.second).square().mean())
+    assert most[6:] == [2, 4]
+    assert sum(ref() is not None for ref in refs) == 0
 
 
 def test_another_order_than_the_last_backwards_is_fetched_right():
@@ -156,6 +160,23 @@ def test_another_order_than_the_last_backwards_is_fetched_right():
             first, second = (model.first, model.second) if step % 2 else (model.second, model.first)
             x = model.all_experts(model.dense(inputs(step)), first).tanh()
             handle.train_step(model.all_experts(x, second).square().mean())
+        results.append(values(model, made))
+    assert equal(*results)
+
+
+def test_states_that_were_fetched_for_another_tensor_are_not_used():
+    results = []
+    for device in (None, "cpu"):
+        model = Toy()
+        model.third = torch.nn.Parameter(torch.randn(4, 8, 8) / 3)
+        made = FusedAdamW(model.parameters(), lr=1e-2)
+        handle = release_in_backward(made, find_expert_tensors(model), expert_state_device=device)
+        # Backward meets the last one first: after it comes another one than in the step before.
+        for step, order in enumerate(("first second third", "first second third", "second first third")):
+            x = model.dense(inputs(step))
+            for name in order.split():
+                x = model.all_experts(x, getattr(model, name)).tanh()
+            handle.train_step(x.square().mean())
         results.append(values(model, made))
     assert equal(*results)
 

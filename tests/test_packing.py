@@ -272,3 +272,8 @@ def test_a_batch_of_more_rows_than_there_are_is_explained(data):
 def test_packing_is_true_or_false(value):
     with pytest.raises(DataError, match="packing=.*: expected true or false"):
         InstructionData(packing=value)
+
+
+def test_an_example_goes_where_it_fits_exactly():
+    rows = pack(examples([6, 4, 2]), 8)
+    assert [[len(example.input_ids) for example in row] for row in rows] == [[6, 2], [4]]

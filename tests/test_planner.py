@@ -21,6 +21,8 @@ from lightning_sonar import MODES, FusedAdamW, MemoryProfiler, SonarMoEStrategy,
 from lightning_sonar.language_model import LanguageModel
 from lightning_sonar.memory import StorageTracker
 from lightning_sonar.memory.cards import GIB, fits, parse_bytes, smallest_card
+from lightning_sonar.memory.ledger import Ledger
+from lightning_sonar.memory.planner import split_of
 from lightning_sonar.memory.reserved import CachingAllocator, reserved_bytes
 from lightning_sonar.memory.search import Candidate, search
 from lightning_sonar.memory.simulate import SimulationMode
@@ -414,6 +416,7 @@ def test_no_rank_needs_more_in_sonar_than_in_standard():
 def test_an_optimizer_that_is_foreach_on_a_gpu_is_noted():
     plan = plan_memory("olmoe", size="tiny", num_layers=1, optimizer=functools.partial(torch.optim.AdamW, lr=1e-5))
     assert "on a GPU torch's default is foreach" in plan.notes[0]
+    assert plan_memory("olmoe", size="tiny", num_layers=1).notes == ()  # it is fused
 
 
 def test_rows_of_other_depths_are_told_apart_and_saved_against_their_own_standard(tmp_path, capsys):
@@ -439,3 +442,15 @@ def test_rows_of_other_depths_are_told_apart_and_saved_against_their_own_standar
 def test_more_mistakes_are_named(arguments, message, capsys, tmp_path):
     assert main([*arguments, f"out={tmp_path}"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_split_of_a_peak_tells_activations_from_temporaries():
+    ledger = Ledger()
+    ledger.born(1000, "parameters", "made before")
+    ledger.mark("forward")
+    ledger.born(100, "other", "aten.mm")
+    ledger.died(ledger.born(50, "other", "aten.add"))
+    ledger.mark("backward")
+    ledger.born(80, "other", "aten.mm")
+    split = split_of(ledger)
+    assert (split["parameters"], split["activations"], split["temporaries"]) == (1000, 100, 80)

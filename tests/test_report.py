@@ -64,6 +64,19 @@ def test_runs_that_differ_in_anything_else_are_compared_only_with_their_like(tmp
     assert groups[2].base is None
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"size": "full"}, {"params_total": 1}, {"loss": "chunked"}, {"optimizer": "AdamW"}, {"data": "alpaca"}),
+        *({"precision": "32"}, {"batch_size": 4}, {"seq_len": 128}, {"steps": 31}, {"ranks": 2}, {"device_name": "x"}),
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_one_figure_of_the_setting_alone_sets_runs_apart(tmp_path, changed):
+    groups = groups_of(tmp_path, result("standard"), result("sonar", **changed))
+    assert [[row.saved for row in group.rows] for group in groups] == [[0.0], [None]]
+
+
 def test_what_all_runs_have_in_common_is_not_in_the_title(tmp_path):
     values = [result("sonar", overrides=["experiment=paper_small", "seed=1"]), result("sonar", backend="eager")]
     values[1]["overrides"] = ["experiment=paper_small"]
@@ -228,3 +241,8 @@ def test_a_result_of_another_shape_is_listed_not_read(tmp_path):
 
 def test_markdown_shows_text_as_it_is():
     assert escaped("a|b\n`c` <d> [e]") == "a\\|b \\`c\\` &lt;d> \\[e\\]"
+
+
+def test_losses_that_are_not_finite_are_left_out(tmp_path):
+    write_run(tmp_path / "0", result("sonar"), losses=[8.0, float("inf"), float("nan"), -float("inf"), 7.0])
+    assert read_runs([tmp_path])[0][0].losses == ("batch", [1, 5], [8.0, 7.0])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import small_model
 
+from experiments.result import write_json
 from lightning_sonar import MODES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +55,7 @@ def test_the_literal_command_leaves_all_figures(tmp_path):
     for name in ("config.yaml", "metrics.csv", "memory.json", "memory.png"):
         assert (folder / name).stat().st_size > 100
     assert "chose TINY, because there is no GPU" in done.stdout
+    assert done.stdout.endswith(f"  figures in     {folder}\n")
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -203,3 +205,9 @@ def test_a_run_that_will_write_checkpoints_looks_at_the_disk_first(tmp_path, mon
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(SettingsError, match=r"needs about 0\.0 GB, but .* has 0\.0 GB free. Free some disk"):
         _check_disk(small_model(), tmp_path)
+
+
+def test_a_figure_that_is_no_number_is_written_as_null(tmp_path):
+    path = tmp_path / "result.json"
+    write_json(path, {"a": float("nan"), "b": [float("inf"), -float("inf"), 1.5], "c": {"d": (1, None)}})
+    assert json.loads(path.read_text()) == {"a": None, "b": [None, None, 1.5], "c": {"d": [1, None]}}

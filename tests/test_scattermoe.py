@@ -170,6 +170,7 @@ def check(found: dict[str, Any]) -> None:
         assert figures["shared"] <= figures["shared_limit"], case
         # No offset is 32-bit, however large the weights; no sum depends on the order in which programs finish.
         assert figures["offsets"] == ["i64"], case
+        assert figures["widened_late"] == [], case
         assert figures["atomics"] == 0, case
         if not case.startswith("gfx"):
             assert figures["wide_copies"] > 0, case

@@ -155,6 +155,7 @@ class PlainLoop(Recipe):
         parts = [*run.optimizers, *schedulers]
         try:
             if plan.resume_from is not None:
+                # The file is this process's own.
                 saved = torch.load(plan.resume_from, weights_only=False)
                 model.load_state_dict(saved["model"])
                 for part, state in zip(parts, saved["parts"], strict=True):

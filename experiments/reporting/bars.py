@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reporting.groups import Group, Row
-from experiments.reporting.panels import look_of, panels, save, unit_of
+from experiments.reporting.panels import look_of, panels, save, short, unit_of
 from experiments.reporting.paper import LOSS_GAP
 
 _PARTS = (
@@ -122,6 +122,6 @@ def draw_loss_gaps(groups: list[Group], path: Path) -> Path | None:
 
 
 def _modes(axes: Any, rows: list[Row]) -> None:
-    axes.set_yticks(range(len(rows)), [row.mode.replace(", ", "\n") for row in rows])
+    axes.set_yticks(range(len(rows)), [short(row.mode).replace(", ", "\n") for row in rows])
     # The table's order from the top down.
     axes.set_ylim(len(rows) - 0.5, -0.5)

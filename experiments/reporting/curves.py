@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reporting.groups import Group, Row
-from experiments.reporting.panels import look_of, panels, save, unit_of
+from experiments.reporting.panels import look_of, panels, save, short, unit_of
 
 _LEAST_WIDTH = 0.07
 """Share of a panel that the shortest phase gets, so that its name can be read."""
@@ -42,7 +42,7 @@ def draw_live_memory(groups: list[Group], path: Path) -> Path | None:
         for index, (start, end) in enumerate(pairwise(edges)):
             if index:
                 axes.axvline(start, color="#777777", linewidth=0.8, linestyle=(0, (2, 3)), zorder=0)
-            name = {"done": "after"}.get(phases[index]["phase"], phases[index]["phase"])
+            name = short({"done": "after"}.get(phases[index]["phase"], phases[index]["phase"]), 20)
             axes.text((start + end) / 2, 0.985, name, transform=axes.get_xaxis_transform(), ha="center", va="top")
         axes.set_xlim(0, 1)
         # What stays the same over the step would press the difference against the top.
@@ -108,7 +108,7 @@ def draw_losses(groups: list[Group], path: Path) -> Path | None:
                 curve.places, curve.middle, **look, linewidth=1.6, markersize=6,
                 # Markers of curves that lie on each other stand at different places.
                 markevery=(min(index, every - 1) * every // max(1, len(curves)), every),
-                label=" = ".join(names) + (f" ({curve.seeds} seeds)" if curve.seeds > 1 else ""),
+                label=" = ".join(map(short, names)) + (f" ({curve.seeds} seeds)" if curve.seeds > 1 else ""),
             )  # fmt: skip
             if curve.seeds > 1:
                 axes.fill_between(curve.places, curve.low, curve.high, color=look["color"], alpha=0.15, linewidth=0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.reporting.paper import PaperRow, paper_rows
-from experiments.reporting.runs import Run
+from experiments.reporting.runs import Run, is_number
 from lightning_sonar.modes import MODES, Mode, mode_name, resolve_mode
 
 # Two runs are compared if they agree in all of these.
@@ -180,7 +180,7 @@ def _row(mode: str, runs: list[Run], base: list[Run], paper: PaperRow | None) ->
         mode=mode,
         runs=tuple(runs),
         peak_bytes=peak,
-        split={str(k): float(v) for k, v in split.items() if isinstance(v, (int, float))},
+        split={str(k): float(v) for k, v in split.items() if is_number(v)},
         expert_gradient_bytes=max(
             (b for run in runs if (b := run.number("peak_expert_grad_bytes")) is not None), default=None
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def panels(titles: list[str], heights: list[float]) -> tuple[Any, list[Any]]:
     found = []
     for index, title in enumerate(titles):
         axes = figure.add_subplot(grid[index // across, index % across])
-        axes.set_title(textwrap.fill(title.replace("$", r"\$"), 70), fontsize=11)
+        axes.set_title(textwrap.fill(short(title, 280), 70), fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
         found.append(axes)
     return figure, found
@@ -66,6 +67,18 @@ def panels(titles: list[str], heights: list[float]) -> tuple[Any, list[Any]]:
 
 def save(figure: Any, path: Path) -> Path:
     """Write the figure; returns its path."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # names may hold a dollar sign
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with warnings.catch_warnings():
+        # A box stands for a character that the font has not.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(path)
     return path
+
+
+def short(text: str, most: int = 60) -> str:
+    """Text of at most so many characters, for which a figure has room."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

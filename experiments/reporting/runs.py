@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from experiments.status import read_json, read_status, why
 
 _NEEDED = ("model", "size", "backend", "mode")
+_TABLES = ("memory_split", "step_time_ms", "versions")
+_NUMBERS = ("params_total", "batch_size", "seq_len", "steps", "ranks")
+# What else tells settings and runs apart.
+_VALUES = ("expert_clip", "loss", "optimizer", "data", "precision", "device", "device_name", "seed", "gives_up")
 # These have columns of their own, or decide where things go.
 _SHOWN_ELSEWHERE = re.compile(r"(mode|model|backend|seed|hydra\..*|hydra/.*|ckpt_path|export|objective)=")
 
@@ -37,14 +42,13 @@ class Run:
         value: Any = self.result
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        return float(value) if number else None
+        return float(value) if is_number(value) else None
 
     @cached_property
     def memory(self) -> dict[str, Any] | None:
         """``memory.json``, where the run was profiled."""
         found = read_json(self.folder / "memory.json")
-        return found if found and isinstance(found.get("timeline"), dict) else None
+        return found if found and _is_timeline(found.get("timeline")) else None
 
     @cached_property
     def losses(self) -> tuple[str, list[int], list[float]]:
@@ -102,25 +106,79 @@ def _read(folder: Path, runs: list[Run], failures: list[Failure]) -> None:
     status = read_status(folder)
     code = status.get("exit_code") if isinstance(status.get("exit_code"), int) else None
     missing = [key for key in _NEEDED if result is not None and not isinstance(result.get(key), str)]
-    if result is not None and not missing:
+    odd = [] if result is None else _odd(result)
+    if result is not None and not missing and not odd:
         mine = result.get("overrides")
         own = [str(o) for o in mine] if isinstance(mine, list) else overrides
-        runs.append(Run(folder, result, tuple(o for o in own if not _SHOWN_ELSEWHERE.match(o))))
+        shown = tuple(printable(o) for o in own if not _SHOWN_ELSEWHERE.match(o))
+        runs.append(Run(folder, _printable(result), shown))
         if not code:
             return
     if missing:
         reason = f"its result.json has no {', '.join(missing)}"
+    elif odd:
+        reason = f"its result.json has another kind of {', '.join(odd)} than a run writes"
     elif result is None and (folder / "result.json").exists():
         reason = "its result.json cannot be read"
     else:
         reason = str(status.get("error") or why(folder, code))
     shown = " ".join(o for o in overrides if not o.startswith(("hydra.", "hydra/")))
-    failures.append(Failure(folder, shown, code, reason))
+    failures.append(Failure(folder, printable(shown), code, printable(reason)))
+
+
+def _is_timeline(value: Any) -> bool:
+    """Whether a figure can be drawn of it."""
+    if not isinstance(value, dict):
+        return False
+    times, live, phases, peak = (value.get(key) for key in ("time_ms", "live_bytes", "phases", "peak_index"))
+    if not (_numbers(times) and _numbers(live) and len(times) == len(live) and isinstance(phases, list) and phases):
+        return False
+    whole = all(
+        isinstance(phase, dict)
+        and isinstance(phase.get("phase"), str)
+        and _numbers([phase.get("start_ms"), phase.get("end_ms")])
+        for phase in phases
+    )
+    return whole and isinstance(peak, int) and 0 <= peak < len(live)
+
+
+def _numbers(values: Any) -> TypeGuard[list[float]]:
+    """Whether it is a list of finite numbers that is not empty."""
+    return bool(values) and isinstance(values, list) and all(is_number(value) for value in values)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is a finite number that a figure can show."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and abs(value) < 1e300
+
+
+def _odd(result: dict[str, Any]) -> list[str]:
+    """Keys whose values could not be laid side by side with other runs'."""
+    kinds = {**dict.fromkeys(_TABLES, dict), **dict.fromkeys(_NUMBERS, (int, float))}
+    kinds |= dict.fromkeys(_VALUES, (str, int, float))
+    return [key for key, kind in kinds.items() if not isinstance(result.get(key), (kind, type(None)))]
+
+
+def printable(text: str) -> str:
+    """Text in which control characters, marks of direction and half characters are shown by their numbers."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(key): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
 
 
 def _overrides(folder: Path) -> list[str]:
     path = folder / ".hydra" / "overrides.yaml"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
     return [line.removeprefix("- ").strip("'") for line in lines if line.startswith("- ")]
 
 
@@ -128,19 +186,20 @@ def _columns(path: Path, place: str, value: str) -> tuple[list[int], list[float]
     places: list[int] = []
     values: list[float] = []
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                try:
-                    where, number = int(row[place]), float(row[value])
-                except (KeyError, TypeError, ValueError):
-                    continue
-                if math.isfinite(number):
-                    places.append(where)
-                    values.append(number)
+        text = path.read_text(encoding="utf-8")
+        # A line without its end was being written when something ended the process: its last number may be cut.
+        for row in csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])):
+            try:
+                where, number = int(row[place]), float(row[value])
+            except (KeyError, TypeError, ValueError):
+                continue
+            if math.isfinite(number):
+                places.append(where)
+                values.append(number)
     except (OSError, UnicodeDecodeError, csv.Error):
         return [], []
     return places, values
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in path.parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 from experiments.reporting.groups import Group, Row, Spread, variant
 from experiments.reporting.paper import ALL_PAIRS, is_papers_size
-from experiments.reporting.runs import Failure, Run
+from experiments.reporting.runs import Failure, Run, printable
+from experiments.status import write_text
 
 CSV_COLUMNS = (
     *("status", "model", "size", "backend", "mode", "seed", "peak_memory_bytes", "step_time_ms_median"),
@@ -21,6 +23,8 @@ CSV_COLUMNS = (
     *("params_total", "params_expert", "device_name", "settings", "folder", "exit_code", "reason"),
 )
 """One line a run in ``report.csv``: bytes, milliseconds, nats, shares of one."""
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def table_of(group: Group) -> tuple[list[str], list[list[str]]]:
@@ -132,25 +136,30 @@ def escaped(text: str) -> str:
 
 
 def write_csv(path: Path, groups: list[Group], failures: list[Failure]) -> None:
-    """Write one line a run, the failed ones included."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, CSV_COLUMNS, restval="", extrasaction="ignore")
-        writer.writeheader()
-        for group in groups:
-            base = group.row(group.base) if group.base else None
-            for row in group.rows:
-                for run in row.runs:
-                    writer.writerow(_line(run, row, base))
-        for failure in failures:
-            writer.writerow(
-                {
-                    "status": "failed" if failure.exit_code else "incomplete",
-                    "settings": failure.settings,
-                    "folder": str(failure.folder),
-                    "exit_code": "" if failure.exit_code is None else failure.exit_code,
-                    "reason": failure.reason,
-                }
-            )
+    """Write one line a run, the failed ones included; an apostrophe keeps text from being taken for a formula."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, CSV_COLUMNS, restval="", extrasaction="ignore")
+    writer.writeheader()
+    for group in groups:
+        base = group.row(group.base) if group.base else None
+        for row in group.rows:
+            for run in row.runs:
+                writer.writerow(_inert(_line(run, row, base)))
+    for failure in failures:
+        line = {
+            "status": "failed" if failure.exit_code else "incomplete",
+            "settings": failure.settings,
+            "folder": printable(str(failure.folder)),
+            "exit_code": "" if failure.exit_code is None else failure.exit_code,
+            "reason": failure.reason,
+        }
+        writer.writerow(_inert(line))
+    write_text(path, text.getvalue())
+
+
+def _inert(line: dict[str, Any]) -> dict[str, Any]:
+    """A line in which no text begins as a formula does; a spreadsheet would run it."""
+    return {k: f"'{v}" if isinstance(v, str) and v.startswith(_FORMULA) else v for k, v in line.items()}
 
 
 def _line(run: Run, row: Row, base: Row | None) -> dict[str, Any]:
@@ -166,6 +175,6 @@ def _line(run: Run, row: Row, base: Row | None) -> dict[str, Any]:
         "saved": 1 - peak / base_peak if peak and base_peak else None,
         "heldout_loss_gap": row.gaps.get(run.result.get("seed")),
         "settings": " ".join(run.settings),
-        "folder": str(run.folder),
+        "folder": printable(str(run.folder)),
     }
     return line

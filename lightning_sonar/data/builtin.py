@@ -73,7 +73,8 @@ def _load(path: Path) -> list[_Alpaca] | None:
         return None
     try:
         rows = [json.loads(line) for line in text.splitlines()]
-        return [(row["instruction"], row["input"], row["output"]) for row in rows]
+        found = [(row["instruction"], row["input"], row["output"]) for row in rows]
+        return found if all(isinstance(part, str) for row in found for part in row) else None
     except (ValueError, KeyError, TypeError):
         return None
 

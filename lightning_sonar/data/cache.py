@@ -4,9 +4,15 @@ import hashlib
 import json
 import os
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["cache_folder", "read_cached", "write_cached"]
+
+_TEMPORARY = ".tmp"
+# Long enough that nobody is still writing it.
+_STALE_SECONDS = 24 * 3600
 
 
 def cache_folder(cache_dir: str | Path | None = None) -> Path | None:
@@ -30,26 +36,37 @@ def read_cached(path: Path) -> str | None:
         if json.loads(header)["sha256"] != hashlib.sha256(body).hexdigest():
             return None
         return body.decode()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def write_cached(path: Path, text: str) -> bool:
     """Store the text behind a line with its checksum; False, and no error, where that is impossible.
 
-    Other processes see the old file or the new one, never a part of it.
+    Other processes see the old file or the new one, never a part of it. What a killed process left half-written of
+    this file goes, when it is a day old.
     """
     body = text.encode()
     header = json.dumps({"sha256": hashlib.sha256(body).hexdigest()}).encode()
     temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        _sweep(path)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=_TEMPORARY)
         with os.fdopen(descriptor, "wb") as file:
             file.write(header + b"\n" + body)
         os.replace(temporary, path)
     except OSError:
         if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            with suppress(OSError):
+                Path(temporary).unlink()
         return False
     return True
+
+
+def _sweep(path: Path) -> None:
+    for left in path.parent.iterdir():
+        if left.name.startswith(path.name) and left.name.endswith(_TEMPORARY):
+            with suppress(OSError):  # another process may be sweeping too
+                if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                    left.unlink()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,10 +25,14 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One tokenized record. `labels` stand at the positions of `input_ids`; the loss shifts them."""
+    """One tokenized record. `labels` stand at the positions of `input_ids`; the loss shifts them.
+
+    `cut`: whether the record had more tokens, so that it ends without its end token.
+    """
 
     input_ids: list[int]
     labels: list[int]
+    cut: bool = field(default=False, compare=False)
 
     @property
     def learns(self) -> bool:
@@ -108,7 +112,7 @@ def _encode_chunk(
                 ids = [*ids, end_id]
             input_ids += ids
             labels += ids if counts else [IGNORED] * len(ids)
-        examples.append(Example(input_ids[:seq_len], labels[:seq_len]))
+        examples.append(Example(input_ids[:seq_len], labels[:seq_len], cut=len(input_ids) > seq_len))
     return examples
 
 

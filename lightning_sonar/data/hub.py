@@ -1,10 +1,11 @@
 """The Alpaca data set from the Hugging Face hub."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, cast
 
 from lightning_sonar.data.errors import DataError
-from lightning_sonar.data.records import Record, from_alpaca
+from lightning_sonar.data.files import record_of
+from lightning_sonar.data.records import Record
 
 __all__ = ["load_alpaca"]
 
@@ -26,7 +27,10 @@ def load_alpaca() -> list[Record]:
         raise DataError(
             f"{_NAME}: cannot be loaded from the hub ({reason}). Check the network, or {_INSTEAD}"
         ) from error
-    return [
-        from_alpaca(row["instruction"], row["input"], row["output"])
-        for row in cast("Iterable[Mapping[str, Any]]", rows)
-    ]
+    records: list[Record] = []
+    for number, row in enumerate(cast("Iterable[Any]", rows), start=1):
+        try:
+            records.append(record_of(row))
+        except DataError as error:
+            raise DataError(f"{_NAME}, record {number}: {error}. Instead {_INSTEAD}") from error
+    return records

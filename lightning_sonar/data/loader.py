@@ -72,12 +72,15 @@ class ShuffledBatches(Sampler[list[int]]):
         return self.size // self.batch_size // self.share.ranks
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Drawn from a seed, so that epochs of neighbouring seeds do not repeat one another.
-        seeds = torch.randint(2**62, (self.epoch + 1,), generator=torch.Generator().manual_seed(self.seed))
-        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(int(seeds[self.epoch]))).tolist()
+        order = self._order()
         for turn in range(self.first, len(self)):
             batch = turn * self.share.ranks + self.share.rank
             yield order[batch * self.batch_size : (batch + 1) * self.batch_size]
+
+    def _order(self) -> list[int]:
+        # Drawn from a seed, so that epochs of neighbouring seeds do not repeat one another.
+        seeds = torch.randint(2**62, (self.epoch + 1,), generator=torch.Generator().manual_seed(self.seed))
+        return torch.randperm(self.size, generator=torch.Generator().manual_seed(int(seeds[self.epoch]))).tolist()
 
 
 def share_out(loader: DataLoader[Any], dataset: Any, share: Share) -> None:

@@ -71,7 +71,7 @@ class InstructionData(LightningDataModule):
     def __init__(
         self,
         source: str = "builtin",
-        path: str | None = None,
+        path: str | Path | None = None,
         seq_len: int = 256,
         batch_size: int = 2,
         eval_batch_size: int = 8,
@@ -81,7 +81,7 @@ class InstructionData(LightningDataModule):
         vocab_size: int = 4096,
         pad_to_seq_len: bool = True,
         num_workers: int = 0,
-        cache_dir: str | None = None,
+        cache_dir: str | Path | None = None,
         max_records: int | None = None,
         packing: bool = False,
         chat_template: ChatTemplate = "auto",
@@ -105,8 +105,15 @@ class InstructionData(LightningDataModule):
             ("num_workers", num_workers, 0),
             ("max_records", max_records, 2),
         ):
-            if value is not None and value < least:
+            if value is None and name in ("max_records", "seq_len"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise DataError(f"{name}={value!r}: expected a whole number, at least {least}")
+            if value < least:
                 raise DataError(f"{name}={value}: expected at least {least}")
+        for name, value in (("path", path), ("cache_dir", cache_dir)):
+            if value is not None and not isinstance(value, (str, Path)):
+                raise DataError(f"{name}={value!r} is of type {type(value).__name__}; expected the name of one")
         self.source = source
         self.path = path
         self.seq_len = seq_len
@@ -174,10 +181,16 @@ class InstructionData(LightningDataModule):
         # Records that differ only beyond seq_len are copies of one another by now.
         unseen = {tuple(example.input_ids) for example in heldout_set}
         train_set = [example for example in encoded if tuple(example.input_ids) not in unseen]
+        dropped, copies = train_dropped + heldout_dropped, len(records) - len(heldout) - len(training)
+        copies += len(encoded) - len(train_set)
+        cut = sum(example.cut for example in (*train_set, *heldout_set))
+        silent = sum(not any(text.strip() for text, learn in record if learn) for record in records)
         counts = (
-            f"{len(records)} records, {len(heldout)} held out, {train_dropped + heldout_dropped} dropped "
-            f"because their prompt fills seq_len={self.seq_len}"
+            f"{len(records)} records, {len(heldout)} held out, {copies} left out as copies of these, {dropped} dropped "
+            f"because their prompt fills seq_len={self.seq_len}, {cut} cut to it"
         )
+        if silent:
+            counts += f", {silent} with an empty response, which teach to end at once"
         if not heldout_set:
             raise DataError(f"no held-out example is left ({counts}): use a larger seq_len or more data")
         rows = pack(train_set, self.seq_len) if self.packing else [(example,) for example in train_set]
@@ -185,11 +198,12 @@ class InstructionData(LightningDataModule):
             packed = f", packed into {len(rows)} rows" if self.packing else ""
             raise DataError(
                 f"batch_size={self.batch_size}, but only {len(train_set)} training examples are left{packed} "
-                f"({counts}, copies of held-out ones removed): use a smaller batch_size, a larger seq_len "
+                f"({counts}): use a smaller batch_size, a larger seq_len "
                 "or more data"
             )
-        # A few long prompts are normal; losing a tenth of the data is worth a line.
-        level = logging.WARNING if train_dropped > len(training) // 10 else logging.INFO
+        # A few long prompts and empty responses are normal; a tenth of the data is worth a line.
+        much = train_dropped > len(training) // 10 or silent > len(records) // 10
+        level = logging.WARNING if much else logging.INFO
         _log.log(level, "%s data: %s; %d training examples", self.source, counts, len(train_set))
         if self.packing:
             tokens = sum(len(example.input_ids) for example in train_set)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
 _SPECIAL = [PAD_TOKEN, END_TOKEN]
 _MIN_VOCAB = 256 + len(_SPECIAL)
+_LONG_WORD = re.compile(r"\S{512}|\s{512}")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
@@ -81,8 +83,17 @@ def _train(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
         show_progress=False,
     )
     with single_threaded():
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator((piece for text in texts for piece in _pieces(text)), trainer)
     return tokenizer
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text, cut within words of more than 512 characters: the time to train grows with the square of a word."""
+    start = 0
+    for word in _LONG_WORD.finditer(text):
+        yield text[start : word.end()]
+        start = word.end()
+    yield text[start:]
 
 
 def _wrap(tokenizer: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:

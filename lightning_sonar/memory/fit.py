@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from lightning_sonar.experts import find_expert_tensors
 
@@ -38,9 +37,3 @@ def expert_ids(engine: Any, module: pl.LightningModule) -> set[int]:
     except ValueError:
         # A model without experts is nothing wrong here: all its gradients are dense.
         return set()
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether the module runs under ``torch.compile``."""
-    # module.compile() leaves the first attribute, torch.compile(module) the second.
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from lightning_sonar.memory.diagnosis import resident_memory
 from lightning_sonar.memory.explain import explain
-from lightning_sonar.memory.fit import expert_ids, is_compiled, longest_warmup
+from lightning_sonar.memory.fit import expert_ids, longest_warmup
 from lightning_sonar.memory.out_of_memory import OutOfMemory, is_out_of_memory
 from lightning_sonar.memory.ranks import of_all_ranks
 from lightning_sonar.memory.report import CUDA_ALLOCATOR, MemoryReport, prediction_gap, write_atomically
 from lightning_sonar.memory.snapshot import AllocatorHistory, possible
 from lightning_sonar.memory.timing import StepTimes
 from lightning_sonar.memory.watch import Watch
+from lightning_sonar.unsuitable import is_compiled
 
 # A manual loop that steps its optimizers behind Lightning's back shows no end of a step. After this many
 # batches each batch counts as one, so that a watched step cannot go on for ever.

@@ -38,9 +38,11 @@ def bnb_adamw8bit(
     """bitsandbytes' AdamW8bit: two bytes of state for each parameter, 8 bytes for each block of 256. CPU and GPU.
 
     Codes of a tensor are uint8 with one fp32 maximum for 256 elements; all tensors share two maps of 1 KB. Tensors of
-    fewer than ``min_8bit_size`` elements keep fp32 states. No temporaries, no compilation; resumes bitwise, and from a
-    checkpoint of an AdamW, whose moments it quantises. Overrides through its ``GlobalOptimManager`` are not read: they
-    go by position. On a GPU the library waits for the device after each tensor.
+    fewer than ``min_8bit_size`` elements keep fp32 states. No compilation; no temporaries on a GPU, but on a CPU the
+    library works on fp32 copies of the tensor, which no figure of memory here counts. Resumes bitwise, and from a
+    checkpoint of an AdamW, whose moments it quantises. Whole tensors only, not FSDP2's shards; those of 2**31 elements
+    and more go in chunks, as its kernels count in 32 bits. Overrides through its ``GlobalOptimManager`` are not read:
+    they go by position. On a GPU the library waits for the device after each tensor.
 
     Args:
         params: as for any torch optimizer; fp32, bf16 or fp16.

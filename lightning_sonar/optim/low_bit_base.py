@@ -19,6 +19,7 @@ from lightning_sonar.optim import quantised
 from lightning_sonar.optim.saved import MOMENTS, check_groups, check_moments
 from lightning_sonar.optim.step_one import Group, Part, narrowed
 from lightning_sonar.optim.update_watch import UpdateWatch
+from lightning_sonar.sharded import is_sharded, local
 
 __all__ = ["BitsAndBytes", "Flash", "LowBit", "class_of", "numbered"]
 
@@ -44,6 +45,8 @@ class LowBit(torch.optim.Optimizer):
     chunk = WATCHED_CHUNK
     # Its temporaries are several times the tensor, so it is always stepped in chunks.
     always_chunked = False
+    # The library updates no more elements than this at once.
+    most: int | None = None
     # Classes of several libraries have the same name.
     prefix = ""
 
@@ -93,7 +96,7 @@ class LowBit(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Torch's own leaves out the library's settings. Hooks and a scheduler's patches stay behind, as with any
         # optimizer; so do the library's managers, of which a process has one.
-        left = ("step", "_opt_called", "part_of", "mng", "page_mng")
+        left = ("step", "_opt_called", "part_of", "mng", "page_mng", "constants")
         return {k: v for k, v in vars(self).items() if k not in left and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -106,19 +109,27 @@ class LowBit(torch.optim.Optimizer):
 
     def _step_tensor(self, group: Group, tensor: Tensor) -> None:
         state, grad = self._state_of(group, tensor), tensor.grad
-        watched = self.watch.wants(int(state["step"]) + 1)
-        if grad is None or not (watched or self.always_chunked):
+        # A shard may be empty, and an empty tensor has no largest update.
+        watched = self.watch.wants(int(state["step"]) + 1) and local(tensor).numel() > 0
+        too_many = self.most is not None and tensor.numel() > self.most
+        if grad is None or not (watched or self.always_chunked or too_many):
             self._run(group, tensor, state)
             return
         count = quantised.chunks_of(tensor, quantised.block_of(state), self.chunk)
+        if self.most is not None and tensor.numel() // count > self.most:
+            raise ValueError(
+                f"{type(self).__name__} updates at most {self.most:,} elements at once, and a tensor of shape "
+                f"{list(tensor.shape)} cannot be cut into such parts along dimension 0. Use fused_adamw for it."
+            )
         after: dict[str, Any] = {}
         for part, part_grad, part_state in quantised.chunks(tensor, grad, state, count):
-            before = part.clone() if watched else None
+            # Of a shard each rank watches its own part.
+            before = local(part).clone() if watched else None
             part.grad = part_grad
             self._run(group, part, part_state)
             after = part_state
             if before is not None:
-                self.watch.take(before, part)
+                self.watch.take(before, local(part))
         if watched:
             self.watch.tensor_done(tensor.shape)
         if count > 1:
@@ -144,6 +155,8 @@ class BitsAndBytes(LowBit):
     """bitsandbytes' optimizers."""
 
     prefix = "BitsAndBytes"
+    # Its kernels take a 32-bit number of elements.
+    most = 2**31 - 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See `LowBit`; the managers are this process's."""
@@ -170,6 +183,8 @@ class BitsAndBytes(LowBit):
         for number, group, tensor in numbered(state_dict["param_groups"], self.param_groups):
             if floats.get(number):
                 self._take_moments(group, tensor, floats[number])
+            state = self.state.get(tensor, {})
+            state.update({name: _flat(value) for name, value in state.items() if name in ("state1", "state2")})
 
     def _take_moments(self, group: Group, tensor: Tensor, saved: dict[str, Any]) -> None:
         self._new_state(group, tensor)
@@ -182,7 +197,18 @@ class BitsAndBytes(LowBit):
             else:
                 codes.copy_(moment)
 
+    def _step_tensor(self, group: Group, tensor: Tensor) -> None:
+        _make_contiguous(tensor)
+        super()._step_tensor(group, tensor)
+
     def _new_state(self, group: Group, tensor: Tensor) -> None:
+        if is_sharded(tensor):
+            raise ValueError(
+                f"{type(self).__name__} got a sharded parameter of shape {list(tensor.shape)}, as FSDP2 makes them; "
+                "bitsandbytes' kernels take whole ones. Use torchao's states, which can be sharded (adamw8bit, "
+                "adamw4bit, adamw_fp8), or a whole model on each device (SonarMoEDDPStrategy, trainer=ddp)."
+            )
+        _make_contiguous(tensor)
         copy = narrowed(self, group, tensor, {"mng": _no_overrides()}, self.library)
         copy.state = self.state
         copy.init_state(copy.param_groups[0], tensor, 0, 0)
@@ -192,6 +218,22 @@ class BitsAndBytes(LowBit):
         copy = narrowed(self, group, tensor, {"mng": _no_overrides(), "initialized": True}, self.library)
         copy.state = {tensor: state}
         copy.step()
+
+
+def _make_contiguous(tensor: Tensor) -> None:
+    # The library does it in a step, too late for its states, and in a chunk's step it would update a copy.
+    if not tensor.is_contiguous():
+        tensor.data = tensor.data.contiguous()
+
+
+def _flat(state: Tensor) -> Tensor:
+    """A state whose elements lie in the order of its dimensions.
+
+    The library's CPU code goes by elements, its kernels walk memory, whatever the strides say.
+    """
+    if state.device.type == "cpu":
+        return state.contiguous()
+    return state.as_strided(state.shape, torch.empty(state.shape, device="meta").stride())
 
 
 def _is_bitsandbytes(entry: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,11 @@ class TorchAO(LowBit):
     prefix = "TorchAO"
     chunk = CHUNK
     wide: tuple[torch.dtype, ...] = (torch.float32, torch.float32)
+    constants: dict[int, tuple[Any, ...]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.constants = {}
 
     def _new_state(self, group: Group, tensor: Tensor) -> None:
         if isinstance(tensor, FakeTensor):
@@ -45,6 +51,29 @@ class TorchAO(LowBit):
         state["step"] = torch.tensor(0.0)
         state["exp_avg"] = new(tensor, True)
         state["exp_avg_sq"] = new(tensor, False)
+
+    def _step_tensor(self, group: Group, tensor: Tensor) -> None:
+        state = self._state_of(group, tensor)
+        # Lightning moves loaded states to the device, where reading the count would wait for it at each step.
+        state["step"] = state["step"].cpu()
+        self._look_at_constants(group, tensor)
+        super()._step_tensor(group, tensor)
+
+    def _look_at_constants(self, group: Group, tensor: Tensor) -> None:
+        """Warn once if what the compiled update takes as constants has changed since the tensor's last step."""
+        now = tuple(group["betas"]), group["eps"], group["weight_decay"]
+        before = self.constants.setdefault(id(tensor), now)
+        if before == now:
+            return
+        if 0 not in self.constants:  # which is no tensor's
+            self.constants[0] = ()
+            warnings.warn(
+                f"betas, eps or weight_decay have changed from {before} to {now}. {type(self).__name__} compiles its "
+                "update anew for each value and shape, half a minute each time. Keep them as they are: OneCycleLR and "
+                "CyclicLR do with cycle_momentum=False.",
+                stacklevel=2,
+            )
+        self.constants[id(tensor)] = now
 
     def _run(self, group: Group, tensor: Tensor, state: dict[str, Any]) -> None:
         if not isinstance(group["lr"], Tensor):  # as a user, or a checkpoint of another AdamW, may have left it
@@ -71,6 +100,7 @@ class TorchAO(LowBit):
         """See `LowBit`."""
         super().__setstate__(state)
         if "watch" in state:
+            self.constants = {}
             self.state = defaultdict(dict, {key: self._unpacked(key, entry) for key, entry in self.state.items()})
 
     def _unpacked(self, tensor: Tensor, entry: dict[str, Any]) -> dict[str, Any]:

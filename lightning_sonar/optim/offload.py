@@ -104,6 +104,10 @@ class HostStates:
         """Whether the states of this tensor are kept in host memory."""
         return id(tensor) in self._tensors
 
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the states of this tensor, too, in host memory: those there are go there at its next update."""
+        self._tensors[id(tensor)] = weakref.ref(tensor)
+
     @torch.no_grad()
     def init(self) -> None:
         """Move the states there are to the host, and make those that `FusedAdamW` would make, one tensor at a time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -78,8 +78,8 @@ class ExpertsAndDense(torch.optim.Optimizer):
 
     @property
     def element_wise(self) -> bool:
-        """See `is_element_wise`; only expert tensors are ever stepped in slices."""
-        return is_element_wise(self.experts)
+        """See `is_element_wise`: whether all of it is. Who steps one tensor in slices asks the child that holds it."""
+        return all(is_element_wise(child) for child in self.children)
 
     @property
     def found_inf(self) -> Tensor | None:
@@ -140,6 +140,8 @@ class ExpertsAndDense(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """One ordinary state dict; the second child's parameters are numbered after the first one's."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         states: dict[Any, Any] = {}
         groups: list[Group] = []
         for child, first in zip(self.children, (0, self._count(self.experts)), strict=True):
@@ -152,7 +154,7 @@ class ExpertsAndDense(torch.optim.Optimizer):
                 child.state = self.state
             states.update({_shifted(key, first): value for key, value in saved["state"].items()})
             groups += [{**g, "params": [_shifted(p, first) for p in g["params"]]} for g in saved["param_groups"]]
-        return {"state": states, "param_groups": groups}
+        return self._hooked(self._optimizer_state_dict_post_hooks, {"state": states, "param_groups": groups})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
@@ -160,6 +162,7 @@ class ExpertsAndDense(torch.optim.Optimizer):
         Raises:
             ValueError: if it has other groups than this optimizer.
         """
+        state_dict = self._hooked(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         groups = state_dict["param_groups"]
         found = [len(group["params"]) for group in groups]
         expected = [len(group["params"]) for group in self.param_groups]
@@ -175,6 +178,14 @@ class ExpertsAndDense(torch.optim.Optimizer):
             moved = [{**group, "params": [_shifted(p, -first) for p in group["params"]]} for group in mine]
             child.load_state_dict({"state": state, "param_groups": moved})
         self._join()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _hooked(self, hooks: Mapping[int, Callable[..., Any]], state_dict: dict[str, Any]) -> dict[str, Any]:
+        for hook in hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups and state are the children's. Each writes its own state only: a child may have to write it in its way.

@@ -98,6 +98,8 @@ def adamw_reference_(
 ) -> None:
     """One AdamW update in place: fp32 arithmetic, one rounding (to nearest even) back to each tensor's dtype.
 
+    With an fp64 tensor among them the arithmetic is fp64, but for the bias corrections.
+
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101), in the order of
     torch's CUDA kernel behind `torch.optim.AdamW(fused=True)`, which divides where this multiplies by
     `to_unbiased`: half an fp32 ulp of the denominator.
@@ -121,6 +123,8 @@ def adamw_reference_(
         rounding: for a bf16 `param`: round it stochastically instead. Ignored for other dtypes.
     """
     go = None if found_inf is None else (found_inf.to(param.device) == 0).reshape(())
+    double = any(tensor.dtype == torch.float64 for tensor in (param, grad, exp_avg, exp_avg_sq))
+    wide = torch.float64 if double else torch.float32
     rate = _scalar(lr)
     next_step = step + 1.0
     step_size = rate / bias_correction(next_step, beta1)
@@ -129,16 +133,16 @@ def adamw_reference_(
     if grad_sq_sum is not None:
         found = squared_norm(grad)
         grad_sq_sum.add_(found if go is None else torch.where(go, found, 0.0))
-    g = grad.float()
+    g = grad.to(wide)
     if grad_scale is not None:
-        g = (g * grad_scale.float().reshape(())).to(grad.dtype).float()
+        g = (g * grad_scale.float().reshape(())).to(grad.dtype).to(wide)
     if maximize:
         g = -g
-    p = param.float()
+    p = param.to(wide)
     p = p - (rate * _scalar(weight_decay)) * p
-    m = exp_avg.float() * beta1 + g * (1.0 - beta1)
-    v = exp_avg_sq.float() * beta2 + (g * g) * (1.0 - beta2)
-    p = p - (step_size * m) / (_sqrt(v) * to_unbiased + eps)
+    m = exp_avg.to(wide) * beta1 + g * (1.0 - beta1)
+    v = exp_avg_sq.to(wide) * beta2 + (g * g) * (1.0 - beta2)
+    p = p - (step_size * m) / ((v.sqrt() if double else _sqrt(v)) * to_unbiased + eps)
 
     for target, value in ((param, p), (exp_avg, m), (exp_avg_sq, v)):
         if rounding is not None and target is param and param.dtype == torch.bfloat16:

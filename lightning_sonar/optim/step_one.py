@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from lightning_sonar.optim.update import is_dense, same_strides
+
 Group = dict[str, Any]
 
 # Element-wise: the update of an element reads that element's parameter, gradient and state, and scalars.
@@ -62,6 +64,10 @@ def step_tensor(optimizer: torch.optim.Optimizer, group: Group, tensor: Tensor, 
         attributes: set on the stepping copy only (``found_inf``, ``gradient_scale``, ``grad_sq_sum``).
     """
     optimizer = owner_of(optimizer, tensor)
+    grad = tensor.grad
+    if grad is not None and group.get("fused") and type(grad) is Tensor and not same_strides(tensor, grad):
+        # torch's fused kernels do not notice, and pair a weight with another one's gradient.
+        tensor.grad = torch.empty_like(tensor, dtype=grad.dtype).copy_(grad)
     clone = narrowed(optimizer, group, tensor, attributes)
     clone.part_of = Part(optimizer, tensor, 0)
     clone.state = optimizer.state
@@ -78,7 +84,7 @@ def step_slice(
 ) -> None:
     """Update slice ``index`` of a parameter ``[E, ...]`` as part of one step of the whole tensor.
 
-    Where slices would not round as the whole tensor does (see `_has_odd_tail`), the last call steps the whole.
+    Where slices would not round as the whole tensor does (see `_steps_whole`), the last call steps the whole.
     State tensors shaped like the parameter are sliced; all others (the step count) are shared: each slice starts
     from their value before the step, and the last slice's result is kept. Call it for 0 to E-1, in any order.
 
@@ -93,7 +99,7 @@ def step_slice(
     optimizer = owner_of(optimizer, tensor)
     pending["done"] = pending.get("done", 0) + 1
     last = pending["done"] == tensor.shape[0]
-    if _has_odd_tail(group, tensor):
+    if _steps_whole(group, tensor):
         if last:
             step_tensor(optimizer, group, tensor, **attributes)
             pending.clear()
@@ -114,7 +120,7 @@ def step_slice(
     for key, value in clone.state[part].items():
         if isinstance(value, Tensor) and value.shape == part.shape and part.ndim > 0:
             if key not in whole:
-                whole[key] = value.new_empty(tensor.shape)
+                whole[key] = torch.empty_like(tensor, dtype=value.dtype, device=value.device)
             if not _shares_storage(whole[key], value):
                 whole[key][index].copy_(value)
         else:
@@ -143,13 +149,16 @@ def narrowed(
     return clone
 
 
-def _has_odd_tail(group: Group, tensor: Tensor) -> bool:
-    """Whether the CPU's fused kernel would round slices of this tensor differently from the tensor.
+def _steps_whole(group: Group, tensor: Tensor) -> bool:
+    """Whether a fused kernel would update slices of this tensor differently from the tensor.
 
-    Its vector body and the scalar tail of a run do not round alike, and a slice has a tail of its own unless it is
-    a whole number of vectors (32 bfloat16 or 16 float32 elements with AVX-512).
+    It walks memory, so a slice with gaps in it, as where the experts are not the outermost dimension, is no task for
+    it. On a CPU its vector body and the scalar tail of a run do not round alike, and a slice has a tail of its own
+    unless it is a whole number of vectors (32 bfloat16 or 16 float32 elements with AVX-512).
     """
-    return tensor.device.type == "cpu" and bool(group.get("fused")) and tensor[0].numel() % 32 != 0
+    if not group.get("fused"):
+        return False
+    return not is_dense(tensor[0]) or (tensor.device.type == "cpu" and tensor[0].numel() % 32 != 0)
 
 
 def _is_batched(value: Any, tensor: Tensor) -> bool:

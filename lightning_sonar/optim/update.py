@@ -98,7 +98,7 @@ def adamw_(
     if rounding is not None and (p.dtype != torch.bfloat16 or _stands_for_gpu(p)):
         rounding = None
     update = _choose_update(p, g, m, v, rounding)
-    if update is not adamw_reference_ and not _same_strides(p, g):
+    if update is not adamw_reference_ and not same_strides(p, g):
         # torch's fused kernel on a CPU does not notice: it would pair a weight with another one's gradient.
         g = torch.empty_like(p, dtype=g.dtype).copy_(g)
     update(
@@ -127,7 +127,7 @@ def _choose_update(
 ) -> Callable[..., None]:
     """The fastest update that is right for these tensors."""
     dtypes = {t.dtype for t in (p, g, m, v)}
-    walkable = _is_dense(p) and _same_strides(p, m) and _same_strides(p, v)
+    walkable = is_dense(p) and same_strides(p, m) and same_strides(p, v)
     if p.is_cuda and walkable and dtypes <= _TRITON_DTYPES and not isinstance(p, FakeTensor):
         launch = _triton_launch()
         if launch is not None:
@@ -253,7 +253,7 @@ def _local_scalar(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return tensor
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one stretch of memory without gaps, in whatever order of dimensions."""
     if tensor.is_contiguous():
         return True
@@ -261,7 +261,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.permute(by_stride).is_contiguous()
 
 
-def _same_strides(a: Tensor, b: Tensor) -> bool:
+def same_strides(a: Tensor, b: Tensor) -> bool:
     """Whether equal indices mean equal offsets; the stride of a dimension of size 1 says nothing."""
     if a.stride() == b.stride():
         return True

@@ -90,6 +90,11 @@ class RankAverage:
         self._arrived, self._next = [], 0
         return done
 
+    def admit(self, name: str, tensor: Tensor) -> None:
+        """From now on average this tensor too, after all others. Every rank has to say so, in one order."""
+        self._names[id(tensor)] = name
+        self._order.append(weakref.ref(tensor))
+
     def forget(self) -> None:
         """Forget a backward that an exception broke off."""
         self._arrived, self._next = [], 0
@@ -113,11 +118,12 @@ class RankAverage:
             )
         flag = torch.tensor(float(used), device=grad.device) if self.find_unused else None
         with torch.no_grad():
-            if grad.layout is torch.strided and not grad.is_contiguous():
-                grad = grad.contiguous()
-                tensor.grad = grad
             grad.mul_(1.0 / self._size)
-            dist.all_reduce(grad, group=self.group)
+            # Collectives want one stretch of memory. The gradient's own strides stay: they are its parameter's.
+            whole = grad.contiguous() if grad.layout is torch.strided else grad
+            dist.all_reduce(whole, group=self.group)
+            if whole is not grad:
+                grad.copy_(whole)
         if flag is not None:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
         return used or (flag is not None and bool(flag.item()))
@@ -127,16 +133,17 @@ class RankAverage:
         if self._settled:
             return
         self._settled = True
-        order = self._tensors()
-        place = {id(tensor): index for index, tensor in enumerate(order)}
+        order = [ref() for ref in self._order]
+        place = {id(tensor): index for index, tensor in enumerate(order) if tensor is not None}
         arrived = [place[key] for key in self._arrived]
         wanted = [arrived + [index for index in range(len(order)) if index not in set(arrived)]]
         dist.broadcast_object_list(wanted, src=dist.get_global_rank(self.group, 0), group=self.group)
         self._order = [self._order[index] for index in wanted[0]]
 
     def _tensors(self) -> list[Tensor]:
+        """Those that train now: one that has been frozen since would be waited for."""
         tensors = [ref() for ref in self._order]
-        return [tensor for tensor in tensors if tensor is not None]
+        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
 
     def _name(self, tensor: Tensor) -> str:
         return self._names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_sonar.modes import mode_name
-from lightning_sonar.strategies.checkpoints import OLD, PARTIAL, recover_folder
+from lightning_sonar.strategies.checkpoints import OLD, PARTIAL, holds_code, make_newest, recover_folder
 from lightning_sonar.strategies.children import end_children
 from lightning_sonar.strategies.groups import OwnGroup
+from lightning_sonar.strategies.intact import CheckpointError, damage_of
 from lightning_sonar.strategies.mixin import SonarMoEStrategyMixin
 from lightning_sonar.strategies.sharding import (
     FreedCheck,
@@ -24,6 +26,7 @@ from lightning_sonar.strategies.sharding import (
     has_sharded_parameters,
     shard_units_,
 )
+from lightning_sonar.strategies.untrusted import check_plain
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -145,15 +148,25 @@ class SonarMoEFSDPStrategy(SonarMoEStrategyMixin, _WithCheckpointIO):
             elif path.is_dir():
                 path.rename(old)
             partial.rename(path)
+            make_newest(path)
             shutil.rmtree(old, ignore_errors=True)
         self.barrier()
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
+        damage = None
         if self.is_global_zero:
             recover_folder(path)
-        self.barrier()
-        checkpoint = super().load_checkpoint(path, *args, **kwargs)
+            damage = damage_of(path)  # read by one rank for all
+        damage = self.broadcast(damage)
+        if damage is not None:
+            raise CheckpointError(damage)
+        try:
+            if weights_only is not False and path.is_dir():  # torch's own reader does not look
+                check_plain(path)
+            checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise holds_code(path, error) from error
         if self.in_backward is not None:  # Lightning loads into a model that is sharded and set up
             self.in_backward.load_state_dict(self._resumed)
         return checkpoint

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
@@ -21,7 +22,9 @@ from lightning_sonar.nonfinite import Check, OnNonfinite, check_nonfinite
 from lightning_sonar.optim.offload import check_state_device
 from lightning_sonar.optim.states import make_states
 from lightning_sonar.release import release_in_backward
-from lightning_sonar.strategies.checkpoints import AtomicCheckpointIO, refuse_in_mid_step
+from lightning_sonar.strategies.checkpoints import AtomicCheckpointIO, refuse_broken_off, refuse_in_mid_step
+from lightning_sonar.strategies.requeue import RequeueBetweenSteps, requeue_between_steps
+from lightning_sonar.unsuitable import refuse_lost_router_loss
 
 STATE_KEY = "lightning_sonar"
 """Where a checkpoint holds `InBackward.state_dict`, if that is not empty."""
@@ -99,6 +102,7 @@ class SonarMoEStrategyMixin(_Base):
         self.microbatches = 1
         self._clipped = False
         self._resumed: dict[str, float] = {}
+        self._requeue: RequeueBetweenSteps | None = None
 
     # Lightning calls these, in this order.
 
@@ -137,6 +141,7 @@ class SonarMoEStrategyMixin(_Base):
             handle.load_state_dict(self._resumed)
         self._resumed = {}
         self.in_backward = handle
+        self._requeue = requeue_between_steps(trainer)
         self.last_norm, self.grad_norms, self.skipped_steps, self.skipped_tensors = None, {}, 0, 0
         # State from the start: memory does not grow after the first step, and resuming needs no more than training.
         make_states(self.optimizers[0])
@@ -192,6 +197,14 @@ class SonarMoEStrategyMixin(_Base):
                 stacklevel=2,
             )
             return
+        module = self.lightning_module
+        if module is not None and refuse_broken_off(module.trainer, filepath):
+            warnings.warn(
+                f"{filepath} was not written: training stopped in the middle of a step, whose data a resumed run would "
+                "leave out. Resume from the checkpoint before it.",
+                stacklevel=2,
+            )
+            return
         state = {} if self.in_backward is None else self.in_backward.state_dict()
         if state:
             checkpoint = {**checkpoint, STATE_KEY: state}
@@ -215,6 +228,9 @@ class SonarMoEStrategyMixin(_Base):
             handle.remove()
             for name in ("clip_gradients", "backward"):
                 vars(self.precision_plugin).pop(name, None)
+        if self._requeue is not None:
+            self._requeue.remove()
+            self._requeue = None
         if self._trainer is not None:
             if self._taken_clip is not None:
                 self._trainer.gradient_clip_val = self._taken_clip
@@ -229,10 +245,12 @@ class SonarMoEStrategyMixin(_Base):
         try:
             return find_expert_tensors(model, self.experts)
         except NoExpertsError as error:
+            if error.frozen and any(isinstance(each, BaseFinetuning) for each in _callbacks(model)):
+                return error.found  # it will unfreeze them
             # Where all is clipped, or no expert trains, it makes no difference which tensors the experts are.
             if self.mode.in_backward != "none" or not (error.frozen or self.mode.clip in ("all", "none")):
                 raise
-            return ExpertTensors({}, sum(parameter.numel() for parameter in model.parameters()))
+            return error.found
 
     def _run_backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Takes the place of the precision plugin's method of this name: in it, hooks before and after run once.
@@ -301,6 +319,8 @@ class SonarMoEStrategyMixin(_Base):
                 "undone when the scale proves too large. Use precision='bf16-true', 'bf16-mixed' or 32."
             )
         check_clip(self.mode, self._clip_val(trainer), self._algorithm(trainer))
+        if self.lightning_module is not None:
+            refuse_lost_router_loss(self.lightning_module)
         if self.mode.expert_clip != "none" and not self._clip_val(trainer):
             warnings.warn(
                 f"expert_clip={self.mode.expert_clip!r} has nothing to clip to: set Trainer(gradient_clip_val=...). "
@@ -316,3 +336,7 @@ class SonarMoEStrategyMixin(_Base):
                     "runs it twice and passes retain_graph=True, then inputs=[...]. Define it as `def backward(self, "
                     "loss, *args, **kwargs)` and hand them on to loss.backward, or choose another expert_clip."
                 )
+
+
+def _callbacks(model: LightningModule) -> list[Any]:
+    return getattr(model.trainer, "callbacks", [])

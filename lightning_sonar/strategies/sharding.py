@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_sonar.experts import find_expert_tensors
+from lightning_sonar.experts import find_expert_tensors, owner_name
 
 
 def shard_moe_(
@@ -75,7 +75,7 @@ def shard_units_(
 
 def expert_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """The modules that own the parameters of these names, each once."""
-    return list({id(m): m for m in (model.get_submodule(name.rpartition(".")[0]) for name in names)}.values())
+    return list({id(m): m for m in (model.get_submodule(owner_name(model, name)) for name in names)}.values())
 
 
 def has_sharded_parameters(model: nn.Module) -> bool:

@@ -28,7 +28,9 @@ def with_models(factory: Factory) -> Factory:
     """The same factory, or one that makes a stand-in, if it makes a low-bit optimizer, whole or in part."""
     function, settings = _taken_apart(factory)
     if function in MODELLED:
-        return functools.partial(StandIn, layout=MODELLED[function], **settings)
+        # Whoever refuses it names its class.
+        kind = type(str(function.__name__), (StandIn,), {})
+        return functools.partial(kind, layout=MODELLED[function], **settings)
     if function is ExpertsAndDense:
         children = {name: with_models(settings[name]) for name in ("experts", "dense") if name in settings}
         return functools.partial(ExpertsAndDense, **{**settings, **children})
