@@ -63,7 +63,7 @@ def with_references(cfg: DictConfig, references: Mapping[tuple[Any, ...], str]) 
     return found
 
 
-def as_given(overrides: ListConfig) -> list[str]:
+def as_given(overrides: ListConfig | list[str]) -> list[str]:
     """Overrides resolved, which refer to the job's number and the like; those that ask for the environment as text."""
     with _watched() as asked:
         references = dict(_references(overrides, (), asked))

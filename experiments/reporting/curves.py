@@ -42,7 +42,7 @@ def draw_live_memory(groups: list[Group], path: Path) -> Path | None:
         for index, (start, end) in enumerate(pairwise(edges)):
             if index:
                 axes.axvline(start, color="#777777", linewidth=0.8, linestyle=(0, (2, 3)), zorder=0)
-            name = short({"done": "after"}.get(phases[index]["phase"], phases[index]["phase"]), 20)
+            name = short(str({"done": "after"}.get(phases[index]["phase"], phases[index]["phase"])), 20)
             axes.text((start + end) / 2, 0.985, name, transform=axes.get_xaxis_transform(), ha="center", va="top")
         axes.set_xlim(0, 1)
         # What stays the same over the step would press the difference against the top.
