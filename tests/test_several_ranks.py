@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from test_configs import composed
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.data import DistributedSampler
 
 from experiments.rank_memory import bucket_bytes, rank_bytes, ranks_that_fit
@@ -152,9 +154,16 @@ def test_a_folder_is_refused_where_a_file_is_read(tmp_path):
         AtomicCheckpointIO().load_checkpoint(tmp_path)
 
 
+def describe(folder: Path) -> None:
+    """Make a folder what a sharded checkpoint without tensors is."""
+    metadata = Metadata(state_dict_metadata={}, planner_data=None, storage_data={})
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def checkpoint(folder: Path, name: str, age: float = 0.0) -> str:
     path = folder / "checkpoints" / name
     path.mkdir(parents=True)
+    describe(path)
     then = time.time() - age
     os.utime(path, (then, then))
     return str(path)
@@ -193,11 +202,12 @@ class Killed(BaseException):
 def test_a_sharded_checkpoint_is_there_wherever_saving_the_next_one_is_cut_off(tmp_path, monkeypatch, renames):
     def write(self, checkpoint, filepath, storage_options=None):
         filepath.mkdir()
+        describe(filepath)
         (filepath / "value").write_text(checkpoint["value"])
 
     monkeypatch.setattr(ModelParallelStrategy, "save_checkpoint", write)
     monkeypatch.setattr(
-        ModelParallelStrategy, "load_checkpoint", lambda self, path: {"value": (path / "value").read_text()}
+        ModelParallelStrategy, "load_checkpoint", lambda self, path, **_: {"value": (path / "value").read_text()}
     )
     path = tmp_path / "last.ckpt"
     SonarMoEFSDPStrategy().save_checkpoint({"value": "first"}, path)
