@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from experiments.settings import SettingsError, plan_at
+from experiments.checks import SettingsError
+from experiments.settings import plan_at
+from experiments.typed import show
 from lightning_sonar.memory.out_of_memory import OutOfMemory
 from lightning_sonar.memory.report import size_text
 from lightning_sonar.modes import resolve_mode
@@ -29,7 +31,7 @@ class Change:
 
     def __str__(self) -> str:
         """As it is typed."""
-        return " ".join(f"{key}={_typed(value)}" for key, value in self.values.items())
+        return " ".join(f"{key}={show(value)}" for key, value in self.values.items())
 
 
 MOST = 5
@@ -93,7 +95,3 @@ def changed(cfg: DictConfig, change: Change) -> DictConfig:
         for key, value in change.values.items():
             OmegaConf.update(copied, "mode.name" if key == "mode" else key, value)
     return copied
-
-
-def _typed(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

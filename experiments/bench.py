@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from experiments.status import write_text
+
+ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "standard_no_expert_clip"
 MODES = (BASELINE, "standard", "in_backward_all", "sonar", "sonar_per_expert")
 # OLMoE, narrow and shallow: 118 M parameters, of which 113 M are experts'.
@@ -229,9 +231,7 @@ def print_result(result: dict[str, Any]) -> None:
 
 def write(path: Path, result: dict[str, Any]) -> None:
     """The file is whole at any moment; nothing that was measured is lost to what fails later."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(part, path)
+    write_text(path, json.dumps(result, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,10 +13,8 @@ installed, or does not run, is a row that says so.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -98,11 +96,9 @@ def prepare(settings: Settings) -> dict[str, Any]:
     first = [[batch] for batch in batches[: settings.pretrain_steps]]
     PEERS["sonar"].train(model, Plan(first, lrs, settings.max_norm), Observer())
     folder = Path(settings.folder)
-    torch.save(
-        {"train": batches[settings.pretrain_steps :], "heldout": list(data.val_dataloader())}, folder / "data.pt"
-    )
-    torch.save(model.state_dict(), folder / "base.pt")
     heldout = list(data.val_dataloader())
+    torch.save({"train": batches[settings.pretrain_steps :], "heldout": heldout}, folder / "data.pt")
+    torch.save(model.state_dict(), folder / "base.pt")
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "start_loss": heldout_loss(model, heldout),
@@ -185,33 +181,6 @@ def spawn(kind: str, name: str, settings: Settings) -> dict[str, Any]:
     return {"failed": f"{kind} ended with code {done.returncode}: {last[0] if last else 'nothing was said'}"}
 
 
-def versions(names: Sequence[str]) -> dict[str, str]:
-    """Versions of what the figures depend on, peers' packages included."""
-    from experiments.peers import PEERS
-
-    packages = ["torch", "lightning", "transformers"]
-    packages += [recipe.package for name in names if (recipe := PEERS[name]).package and not recipe.missing()]
-    return {"python": platform.python_version()} | {
-        package: importlib.metadata.version(package) for package in dict.fromkeys(packages)
-    }
-
-
-def earlier(path: Path, settings: Settings) -> dict[str, Any]:
-    """What an interrupted comparison with the same settings has left at ``path``; empty if there is nothing.
-
-    Raises:
-        SystemExit: if other settings left it.
-    """
-    if not path.exists():
-        return {}
-    found = json.loads(path.read_text())
-    wanted = {key: value for key, value in asdict(settings).items() if key != "folder"}
-    other = {key: found.get(key) for key, value in wanted.items() if found.get(key) != value}
-    if other:
-        raise SystemExit(f"--resume: {path} was measured with {other}, asked for now are {wanted}")
-    return found
-
-
 def run(
     names: Sequence[str],
     rounds: int,
@@ -224,7 +193,7 @@ def run(
 
     What ``before`` holds is not measured again.
     """
-    from experiments.peers import BASELINE, PEERS
+    from experiments.peers import BASELINE, PEERS, versions
 
     rows: dict[str, dict[str, Any]] = {name: {"label": PEERS[name].label, "state": PEERS[name].state} for name in names}
     for name, row in rows.items():
@@ -306,7 +275,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="file of the figures (default: %(default)s)",
     )
     parser.add_argument("--write", type=Path, metavar="PATH", help="write the table as a Markdown page, too")
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted comparison, left in --json")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with an interrupted comparison, left in --json: with its peers and those of --peers",
+    )
     parser.add_argument("--table", action="store_true", help="measure nothing: the table of what --json holds")
     parser.add_argument(
         "--toy", action="store_true", help="sizes that take no time, to see that it works; the figures mean nothing"
@@ -320,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from experiments.machine import processor
     from experiments.peers import BASELINE, PEERS
+    from experiments.peers.before import earlier, read
     from experiments.peers.table import markdown, show, verdicts
 
     names = list(PEERS) if options.peers is None else options.peers.split(",")
@@ -329,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--peers takes some of {', '.join(PEERS)}; rounds and steps are at least 1")
     names = list(dict.fromkeys((BASELINE, *names)))
     if options.table:
-        result = json.loads(options.json.read_text())
+        result = read(options.json)
     else:
         folder = options.json.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -340,12 +314,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = [str(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
         command = shlex.join(["python", "experiments/bench_peers.py", *given])
         result = {**said, "command": command, "processor": processor(), "rounds": options.rounds}
-        before = earlier(options.json, settings) if options.resume else {}
+        before = earlier(options.json, {**said, "processor": result["processor"]}) if options.resume else {}
+        names = list(dict.fromkeys((*names, *(name for name in before.get("rows", {}) if name in PEERS))))
         result = run(names, options.rounds, settings, options.json, result, before)
         result["verdicts"] = [] if options.toy else verdicts(result["rows"])
         write(options.json, result)
     show(result)
-    print(f"Written to {options.json}.")
+    if not options.table:
+        print(f"Written to {options.json}.")
     if options.write is not None:
         options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(markdown(result))

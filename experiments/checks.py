@@ -99,6 +99,7 @@ def _unnumbered(cfg: DictConfig) -> list[str]:
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of a configuration and its key, what refers to another key and Hydra's own left out."""
+    # What is not resolved can be walked through in private ways only.
     items = node.items_ex(resolve=False) if OmegaConf.is_dict(node) else enumerate(node._content or ())
     for name, value in items:
         key = f"{path}.{name}" if path else str(name)
@@ -137,7 +138,7 @@ def _values(cfg: DictConfig) -> list[str]:
                 text = f"{key}='': expected {words(declared)}, and this one is empty."
             if text is not None:
                 faults[key] = text + HINTS.get(key, "")
-    faults.update(_modes(cfg))
+    faults.update(_of_several_kinds(cfg))
     faults.update(_optional(cfg))
     for group in GROUPS:
         for key, text in type_faults(cfg, group, cfg[group]):
@@ -157,7 +158,8 @@ def _yaml(value: str) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(value, value)
 
 
-def _modes(cfg: DictConfig) -> dict[str, str]:
+def _of_several_kinds(cfg: DictConfig) -> dict[str, str]:
+    """The mode's name, and values that may be of one kind or another, each with bounds of its own."""
     name = cfg.mode.name
     faults = {}
     if name not in MODES:

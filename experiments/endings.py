@@ -29,6 +29,7 @@ class RunCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if not isinstance(exception, SIGTERMException) or trainer.world_size > 1:
             super().on_exception(trainer, pl_module, exception)
+        # Lightning's own would leave the checkpoint before it; what replaces that one has no public name.
         elif trainer.global_step > self._last_global_step_saved and is_between_steps(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 

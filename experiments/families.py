@@ -225,11 +225,14 @@ def known(families: Sequence[str]) -> list[str]:
 def markdown(rows: Sequence[Family], dtype: str) -> str:
     """The table and what it says, as a page."""
     works = sum(row.works for row in rows)
+    otherwise = sum(row.works and row.dtype != dtype for row in rows)
+    but = f" ({otherwise} of them, which cannot run in it, in float32)" if otherwise else ""
     lines = [
         "# Mixture-of-Experts families of transformers",
         "",
         f"{works} of {len(rows)} families train with in-backward updates bit for bit as they do without. Of each, a",
-        f"small random model takes {STEPS} steps in `sonar` and in `standard_no_expert_clip`, in {dtype} on a CPU,",
+        f"small random model takes {STEPS} steps in `sonar` and in `standard_no_expert_clip`, in "
+        f"{dtype}{but} on a CPU,",
         "dense clipping at work; weights, buffers and optimizer states are compared. In `sonar` no expert tensor may",
         "hold a gradient after backward, and each must have changed. Packing: whether `data.packing=true` keeps the",
         "records of a row apart in the small model; where it does not, it is refused.",

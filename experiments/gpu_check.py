@@ -30,9 +30,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from experiments.status import write_text
+
+ROOT = Path(__file__).resolve().parent.parent
 RECORD = "@record "
 PACKAGES = ("torch", "triton", "transformers", "lightning", "sonic-moe", "kernels")
 # Seconds below which a job is not begun: its imports alone take most of them.
@@ -153,9 +155,7 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(json.dumps(self.content, indent=1) + "\n")
-        os.replace(part, self.path)
+        write_text(self.path, json.dumps(self.content, indent=1) + "\n")
 
     def missing(self, backend: str) -> str | None:
         """What an earlier job said the backend lacks."""

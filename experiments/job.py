@@ -14,7 +14,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -24,34 +23,27 @@ from rich.panel import Panel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from experiments.advice import adviser
+from experiments.checks import SettingsError, device_of, ranks_of
 from experiments.endings import could_not_write, how_to_go_on, note, stopped_by
 from experiments.environment import environment_references, with_references
-from experiments.folder import set_aside
+from experiments.folder import CHECKPOINTS, set_aside
 from experiments.outputs import keep_inside
 from experiments.plans import model_values
 from experiments.rank_memory import rank_bytes
 from experiments.refusals import refusal
 from experiments.result import History, collect, task_overrides, write_json, write_losses
 from experiments.resume import find_checkpoint, warn_if_over
-from experiments.settings import (
-    PRECISIONS,
-    SettingsError,
-    build_device_of,
-    device_of,
-    is_sharded,
-    plan_at,
-    ranks_of,
-    settle,
-)
+from experiments.settings import build_device_of, is_sharded, plan_at, settle
 from experiments.status import write_text
 from experiments.sweep import settings_sha256
-from experiments.trying import make_trainer
+from experiments.trying import cause_of, make_trainer
 from experiments.typed import show
 from lightning_sonar import models
 from lightning_sonar.data import DataError, check_packing
 from lightning_sonar.language_model import LanguageModel
 from lightning_sonar.memory import MemoryProfiler
 from lightning_sonar.memory.out_of_memory import is_out_of_memory
+from lightning_sonar.memory.planner import PRECISIONS
 from lightning_sonar.output_head import OutputHeadError
 from lightning_sonar.strategies.checkpoints import CheckpointError
 from lightning_sonar.strategies.children import end_children
@@ -83,8 +75,7 @@ def run_job(cfg: DictConfig, folder: Path) -> int:
         print(f"stopped by {name}. {how_to_go_on(folder)}", file=sys.stderr)
         return code
     except Exception as error:
-        # Hydra wraps what a class says about its arguments.
-        cause = error.__cause__ if isinstance(error, InstantiationException) else error
+        cause = cause_of(error)
         if isinstance(cause, (SettingsError, DataError, CheckpointError, OutputHeadError)):
             print(f"error: {cause}", file=sys.stderr)
             # What raised it may be a fault of this program's, after all.
@@ -94,7 +85,7 @@ def run_job(cfg: DictConfig, folder: Path) -> int:
         if could_not_write(cause, folder):
             print(f"error: {cause}: the run in {folder} could not be written. {how_to_go_on(folder)}", file=sys.stderr)
             return 1
-        if cause is not None and is_out_of_memory(cause):
+        if is_out_of_memory(cause):
             # The note is MemoryProfiler's; without one the exception has to do.
             notes = getattr(cause, "__notes__", None) or [f"Out of memory. {cause}"]
             print("error: " + "\n".join(notes), file=sys.stderr)
@@ -171,7 +162,7 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         if not history.losses:
             warn_if_over(resume, trainer.global_step, trainer.max_steps)
         if saves:
-            trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt", weights_only=False)
+            trainer.save_checkpoint(folder / CHECKPOINTS / "last.ckpt", weights_only=False)
         if cfg.export == "hf":
             _export(model, data.tokenizer, folder / "hf")
         validation = trainer.validate(module, data, verbose=False)[0] if trainer.limit_val_batches else {}
@@ -180,11 +171,11 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     result |= {"settings_sha256": sha256, "overrides": task_overrides()}
     if FIRST:
         try:
-            write_losses(folder / "losses.csv", losses)
+            write_losses(folder / "losses.csv", losses, history.first)
             write_json(folder / "result.json", result)
         finally:
             places = {"figures in": folder}
-            places |= {"checkpoint in": folder / "checkpoints" / "last.ckpt"} if saves else {}
+            places |= {"checkpoint in": folder / CHECKPOINTS / "last.ckpt"} if saves else {}
             places |= {"model in": folder / "hf"} if cfg.export == "hf" else {}
             _show(result, places)
     return result

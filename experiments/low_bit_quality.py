@@ -26,6 +26,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from experiments.status import write_text
+
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "fused_adamw"
 NOISE = "fused_adamw+optimizer.eps=1.1e-8"
@@ -75,9 +79,7 @@ def run_of(optimizer: str, seed: int, steps: int, folder: Path, more: Sequence[s
     # Warnings of updates larger than the weights are part of the result.
     warned = sum("times its largest weight" in line for line in done.stderr.splitlines())
     found = {**{key: values.get(key) for key in KEPT}, "large_updates": warned, "overrides": more}
-    partial = kept.with_suffix(".part")
-    partial.write_text(json.dumps(found, indent=2))
-    partial.replace(kept)
+    write_text(kept, json.dumps(found, indent=2))
     return found
 
 

@@ -17,11 +17,12 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from experiments.checks import SettingsError, check_values
 from experiments.overrides import OverrideError, check_overrides, key_of, values_of
 from experiments.plan_tables import console, show_found, show_plans, show_ranks, write_plans
 from experiments.plans import plan_of
 from experiments.result import optimizer_name
-from experiments.settings import SettingsError, check_model, check_values, settle_defaults
+from experiments.settings import check_model, settle_defaults
 from experiments.shape import Shape
 from lightning_sonar.config_dir import config_dir
 from lightning_sonar.memory.cards import CONTEXT_BYTES, GIB, parse_bytes

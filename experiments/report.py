@@ -37,6 +37,9 @@ FIGURES: tuple[tuple[str, Draw, str], ...] = (
 )
 """File name, what draws it, and what it shows."""
 
+MOST_PANELS = 12
+"""Settings that a figure shows; a search over many values has hundreds, which would be neither read nor drawn."""
+
 NUMBERS = ("peak", "paper", "ms", "held-out", "saved", "time", "loss", "expert-grad")
 
 
@@ -60,21 +63,23 @@ def report(folders: list[Path], out: Path) -> list[Group]:
     write_text(out / "report.md", _markdown(groups, runs, failures, pictures, out))
     write_text(out / "report.html", _html(groups, runs, failures, pictures, out))
     write_csv(out / "report.csv", groups, failures)
-    _show(groups, runs, failures, out)
+    _show(groups, runs, failures, out, bool(pictures))
     return groups
 
 
 def _draw(groups: list[Group], folder: Path) -> list[tuple[Path, str]]:
     """Files and captions of the figures that these runs have data for; one of an earlier report goes."""
     pictures = []
+    left_out = len(groups) - MOST_PANELS
+    only = f" Only the first {MOST_PANELS} of {len(groups)} settings are shown." if left_out > 0 else ""
     for name, draw, caption in FIGURES:
         path, part = folder / f"{name}.png", folder / f".{name}.part.png"
         try:
-            if draw(groups, part) is None:
+            if draw(groups[:MOST_PANELS], part) is None:
                 path.unlink(missing_ok=True)
             else:
                 part.replace(path)
-                pictures.append((path, caption))
+                pictures.append((path, caption + only))
         except OSError as error:
             part.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(path)) from error
@@ -140,7 +145,7 @@ def _html(
     return page.page(_title(runs, failures), parts)
 
 
-def _show(groups: list[Group], runs: list[Run], failures: list[Failure], out: Path) -> None:
+def _show(groups: list[Group], runs: list[Run], failures: list[Failure], out: Path, drawn: bool) -> None:
     # A table squeezed into a narrow terminal loses its figures; one that the terminal wraps does not.
     console = Console(width=max(Console().width, 230), highlight=False)
     for group in groups:
@@ -157,11 +162,11 @@ def _show(groups: list[Group], runs: list[Run], failures: list[Failure], out: Pa
         code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
         console.print(f"[red]no result{code}: {escape(printable(str(failure.folder)))}: {escape(failure.reason)}[/red]")
     written = escape(printable(str(out / "report.html")))
-    console.print(f"{_title(runs, failures)}. Written: {written}, report.md, report.csv, figures/")
+    console.print(f"{_title(runs, failures)}. Written: {written}, report.md, report.csv{', figures/' if drawn else ''}")
 
 
 def main(arguments: list[str]) -> int:
-    """The command; 2 if a folder is missing, 1 if no run has a result."""
+    """The command; 2 if a folder is missing or the report cannot be written, 1 if no run has a result."""
     parser = argparse.ArgumentParser(
         description="Report on run folders: report.md, report.csv, report.html (opens offline) and figures/."
     )
@@ -170,7 +175,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         groups = report(options.folders, options.out or options.folders[0])
-    except FileNotFoundError as error:
+    except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0 if groups else 1

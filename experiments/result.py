@@ -38,9 +38,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_losses(path: Path, losses: list[float]) -> None:
-    """Write ``batch,train_loss``, a line a training batch, counted from 1; a loss that is not finite stays empty."""
-    lines = [f"{index},{loss if math.isfinite(loss) else ''}" for index, loss in enumerate(losses, 1)]
+def write_losses(path: Path, losses: list[float], first: int = 1) -> None:
+    """Write ``batch,train_loss``, a line a training batch; a loss that is not finite stays empty.
+
+    Args:
+        path: the file.
+        losses: nats a token, in order.
+        first: number of the first batch: 1, or of a resumed run the one that it went on with.
+    """
+    lines = [f"{index},{loss if math.isfinite(loss) else ''}" for index, loss in enumerate(losses, first)]
     write_text(path, "\n".join(["batch,train_loss", *lines]) + "\n")
 
 
@@ -59,6 +65,11 @@ class History(Callback):
         self._read = array("d")
         self._recent: Tensor | None = None
         self._count = 0
+        self.first = 1
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """A resumed run counts on where its checkpoint was written."""
+        self.first = trainer.fit_loop.total_batch_idx + 2
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else None

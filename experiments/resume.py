@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from experiments.settings import SettingsError
+from experiments.checks import SettingsError
+from experiments.folder import CHECKPOINTS
 from lightning_sonar.strategies.checkpoints import recover_folder, recover_folders
 from lightning_sonar.strategies.intact import CheckpointError, check_intact
 
@@ -28,16 +29,17 @@ def find_checkpoint(wanted: str | None, folder: Path) -> str | None:
         if not Path(wanted).exists():
             raise SettingsError(f"ckpt_path={wanted}: there is no such file.")
         return wanted
-    recover_folders(folder / "checkpoints")  # not beside it, where another run may be writing
-    own, beside = folder.glob("checkpoints/*.ckpt"), folder.parent.glob("*/checkpoints/*.ckpt")
+    recover_folders(folder / CHECKPOINTS)  # not beside it, where another run may be writing
+    own, beside = folder.glob(f"{CHECKPOINTS}/*.ckpt"), folder.parent.glob(f"*/{CHECKPOINTS}/*.ckpt")
     for places in (own, beside) if wanted == "last" else (own,):
         found = sorted(places, key=_changed, reverse=True)
-        if found:
-            return str(_newest_intact(found, wanted))
+        newest = _newest_intact(found, wanted)
+        if newest is not None:
+            return str(newest)
     if wanted == "auto":
         return None
     raise SettingsError(
-        f"ckpt_path=last: no checkpoint in {folder / 'checkpoints'}, nor in the runs beside it. Runs write them with "
+        f"ckpt_path=last: no checkpoint in {folder / CHECKPOINTS}, nor in the runs beside it. Runs write them with "
         "callbacks=checkpoint. To start anew where there is none, use ckpt_path=auto."
     )
 
@@ -49,7 +51,12 @@ def _changed(path: Path) -> int:
         return 0
 
 
-def _newest_intact(newest_first: list[Path], wanted: str) -> Path:
+def _newest_intact(newest_first: list[Path], wanted: str) -> Path | None:
+    """The first that is not damaged; None if there is none at all.
+
+    Raises:
+        CheckpointError: if all of them are damaged.
+    """
     faults: list[str] = []
     for path in newest_first:
         try:
@@ -62,6 +69,8 @@ def _newest_intact(newest_first: list[Path], wanted: str) -> Path:
         if faults:
             warnings.warn(f"{' '.join(faults)} Going on from {path}, which is the newest before.", stacklevel=3)
         return path
+    if not faults:
+        return None
     raise CheckpointError(
         f"ckpt_path={wanted}: none of the {len(faults)} checkpoints in {newest_first[0].parent} can be read. "
         f"{faults[0]} To start anew, use ckpt_path=null: that keeps them under another name."

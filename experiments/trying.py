@@ -62,7 +62,7 @@ def _blamed(node: DictConfig, make: Callable[[DictConfig], Any]) -> tuple[str | 
         less = copy.deepcopy(node)
         with open_dict(less):
             del less[key]
-        less._set_parent(node._get_parent())
+        less._set_parent(node._get_parent())  # a copy has none, and its references would lead nowhere
         try:
             make(less)
         except Exception:

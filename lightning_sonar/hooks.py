@@ -136,7 +136,7 @@ class GradientHooks:
         ]
 
     def _acts_last(self, tensor: Tensor) -> bool:
-        """Whether nobody's hook comes after ours, which takes the gradient away."""
+        """Whether nobody's hook comes after ours, which takes the gradient away; torch lists hooks in private only."""
         mine, all_hooks = self._hooks[id(tensor)], getattr(tensor, "_post_accumulate_grad_hooks", None)
         return not mine or not all_hooks or next(reversed(all_hooks)) == mine[-1].id
 
@@ -265,11 +265,12 @@ class GradientHooks:
         groups = self._live_optimizer().param_groups
         index, position = self._group_index[id(tensor)]
         if index >= len(groups) or not _holds(groups[index], position, tensor):
-            places = ((i, j) for i, group in enumerate(groups) for j in range(len(group["params"])))
-            place = next((place for place in places if _holds(groups[place[0]], place[1], tensor)), None)
-            if place is None:
+            # All at once: to look for each alone takes the square of their number.
+            places = {id(t): (i, j) for i, group in enumerate(groups) for j, t in enumerate(group["params"])}
+            if id(tensor) not in places:
                 return None
-            index, position = self._group_index[id(tensor)] = place
+            self._group_index.update((key, places[key]) for key in self._group_index.keys() & places.keys())
+            index, position = places[id(tensor)]
         return groups[index]
 
     def _attributes(self, tensor: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

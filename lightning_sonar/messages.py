@@ -51,13 +51,11 @@ def later_hook(name: str) -> str:
 def late_clip(algorithm: str, asked: float, used: float | None, updated: int) -> str:
     """A clip asked for after backward is another one than the hooks have applied."""
     what = "unclipped gradients" if not used else f"the {algorithm} {used}"
-    say = "Trainer(gradient_clip_val=...)" if algorithm == "norm" else (
-        "Trainer(gradient_clip_val=..., gradient_clip_algorithm='value')"
-    )  # fmt: skip
-    attribute = "max_norm" if algorithm == "norm" else "clip_value"
+    more, attribute = ("", "max_norm") if algorithm == "norm" else (", gradient_clip_algorithm='value'", "clip_value")
     return (
         f"Clipping by {algorithm} {asked} was asked for after backward, but {updated} tensors were updated "
-        f"in it with {what}. Say it before: {say}, or handle.{attribute} = ... in a plain loop."
+        f"in it with {what}. Say it before: Trainer(gradient_clip_val=...{more}), or handle.{attribute} = ... in a "
+        "plain loop."
     )
 
 

@@ -73,9 +73,8 @@ def release_in_backward(
 
     Raises:
         ValueError: if the optimizer does not hold a tensor or wants a closure, a tensor is released already, is float16
-            or shares memory with another one, the mode
-            or ``expert_state_device`` needs an element-wise optimizer and this one is not known to be, or the expert
-            clip makes no sense.
+            or shares memory with another one, the mode or ``expert_state_device`` needs an element-wise optimizer and
+            this one is not known to be, or the expert clip makes no sense.
 
     Source: arXiv 2611.03577; torch's ``register_post_accumulate_grad_hook``.
     """
@@ -92,9 +91,10 @@ def release_in_backward(
     experts = _named(tensors)
     all_names = {**(names or {}), **{id(tensor): name for name, tensor in experts.items()}}
     expert_ids = {id(tensor) for tensor in experts.values()}
-    owned = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    held_ids = {id(tensor) for tensor in held}
     for name, tensor in experts.items():
-        if id(tensor) not in owned and mode.in_backward != "none":
+        if id(tensor) not in held_ids and mode.in_backward != "none":
             raise ValueError(
                 f"{name} is to be updated inside backward, but the optimizer does not hold it. Give the optimizer "
                 "all parameters of the model, this one included; or, if it is not to train, freeze it "
@@ -107,12 +107,11 @@ def release_in_backward(
                 f"{name} has shape {list(tensor.shape)}, but expert_clip='per_expert' clips each expert's slice of a "
                 "tensor [E, ...]. Use expert_clip='per_tensor', or pass batched expert tensors only."
             )
-    for tensor in (t for group in optimizer.param_groups for t in group["params"]):
+    for tensor in held:
         if is_released(tensor) and mode.in_backward != "none":
             raise ValueError(messages.released_already(all_names.get(id(tensor), "A tensor")))
     if mode.granularity == "expert":
         # Of an optimizer made of two, the one that holds a tensor counts: 2-D biases of experts may be the dense one's.
-        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         sliced = [tensor for tensor in held if mode.steps_in_backward(id(tensor) in expert_ids)]
         unfit = [owner for owner in (owner_of(optimizer, tensor) for tensor in sliced) if not is_element_wise(owner)]
         if unfit:

@@ -123,8 +123,10 @@ def warn_of_whole_compile(tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> N
     model = tensors.source.model
     owners = {owner_name(model, each) for each in tensors}
     for name, module in model.named_modules():
+        if not is_compiled(module):
+            continue
         inside = [owner for owner in owners if not name or owner == name or owner.startswith(f"{name}.")]
-        if is_compiled(module) and len(inside) > 1:
+        if len(inside) > 1:
             warnings.warn(
                 f"{name or 'The model'} is compiled as a whole and holds the experts of {len(inside)} layers: one "
                 "compiled backward hands out all their gradients together at its end, so they are alive at once and "

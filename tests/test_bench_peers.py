@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,38 @@ def test_a_comparison_with_other_settings_is_not_gone_on_with(tmp_path, monkeypa
     assert bench_peers.main(arguments) == 0
     with pytest.raises(SystemExit, match=r"was measured with \{'steps': 8\}"):
         bench_peers.main([*arguments, "--steps", "3"])
+
+
+def test_a_comparison_that_goes_on_keeps_the_peers_it_had(tmp_path, monkeypatch):
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(bench_peers, "spawn", _spawn(asked))
+    path = tmp_path / "result.json"
+    arguments = ["--rounds", "1", "--json", str(path)]
+    assert bench_peers.main([*arguments, "--peers", "tutorial"]) == 0
+    asked.clear()
+    assert bench_peers.main([*arguments, "--peers", "sonar", "--resume"]) == 0
+    assert {name for _, name in asked} == {"sonar"}
+    assert set(json.loads(path.read_text())["rows"]) == {BASELINE, "tutorial", "sonar"}
+
+
+@pytest.mark.parametrize("changed", [{"processor": "another"}, {"versions": {"torch": "1.0"}}])
+def test_a_comparison_of_another_machine_or_other_versions_is_not_gone_on_with(tmp_path, monkeypatch, changed):
+    monkeypatch.setattr(bench_peers, "spawn", _spawn([]))
+    path = tmp_path / "result.json"
+    arguments = ["--rounds", "1", "--peers", "sonar", "--json", str(path), "--resume"]
+    assert bench_peers.main(arguments) == 0
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(SystemExit, match=r"was measured with .*(another|1\.0).*, now it would be"):
+        bench_peers.main(arguments)
+
+
+@pytest.mark.parametrize(("flag", "text"), [("--table", None), *product(("--table", "--resume"), ("{", "[]", "{}"))])
+def test_a_file_that_is_no_comparison_is_answered_with_its_name(tmp_path, flag, text):
+    path = tmp_path / "result.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match=r"--json: .*result\.json (cannot be read|holds no comparison)"):
+        bench_peers.main(["--json", str(path), flag])
 
 
 def test_without_its_baseline_there_is_no_table(tmp_path, monkeypatch):

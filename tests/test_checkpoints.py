@@ -11,6 +11,7 @@ import torch
 from helpers import PRECISION, AutomaticLM, batches, differing, fused, loader, make_trainer, small_model, snapshot
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from experiments.result import History, write_losses
 from lightning_sonar import MODES, SonarMoEStrategy
 from lightning_sonar.data.loader import ResumableLoader, ShuffledBatches
 from lightning_sonar.language_model import LanguageModel
@@ -271,3 +272,13 @@ def test_a_folder_comes_back_from_its_old_name_only_where_none_has_its_own(tmp_p
     recover_folder(path)
     assert (path / "name").read_text() == "a.ckpt.old"
     assert not old.exists()
+
+
+def test_losses_of_a_resumed_run_are_numbered_on(half_way, tmp_path):
+    for name, ckpt, first in (("new", None, 1), ("resumed", half_way("sonar", False, torch.float32), 4)):
+        history = History()
+        run("sonar", 6, automatic=False, ckpt=ckpt, callbacks=[history])
+        write_losses(tmp_path / name, history.losses, history.first)
+        lines = (tmp_path / name).read_text().splitlines()
+        assert [line.split(",")[0] for line in lines] == ["batch", *map(str, range(first, 7))]
+    assert lines[1:] == (tmp_path / "new").read_text().splitlines()[4:]

@@ -423,7 +423,7 @@ def test_a_count_that_is_no_whole_number_is_refused(name, value):
 
 @pytest.mark.parametrize("options", [{"source": "json", "path": 5}, {"cache_dir": ["a"]}])
 def test_a_name_that_is_no_text_is_refused(options):
-    with pytest.raises(DataError, match=r"is of type (int|list); expected the name of one"):
+    with pytest.raises(DataError, match=r"is of type (int|list); expected the name of one (file|folder)$"):
         InstructionData(**options)
 
 

@@ -187,3 +187,14 @@ def test_a_gradient_waits_for_those_before_it_and_what_is_missing_takes_part_wit
     assert [id(tensor) for tensor in average.take(c)] == [id(c)]
     assert [id(tensor) for tensor in average.finish()] == [id(b), id(a)]
     assert [tensor.grad.tolist() for tensor in (a, b, c)] == [[3.0, 3.0], [1.0, 1.0], [4.0, 4.0]]
+
+
+def test_a_gradient_in_its_turn_is_averaged_without_looking_at_all_others(other_rank):
+    tensors = {str(index): torch.nn.Parameter(torch.zeros(1)) for index in range(50)}
+    average = RankAverage(tensors, other_rank)
+    looked: list[object] = []
+    average._order = [lambda ref=ref: looked.append(ref) or ref() for ref in average._order]
+    for tensor in reversed(tensors.values()):
+        tensor.grad = torch.ones(1)
+        assert len(average.take(tensor)) == 1
+    assert len(looked) <= 3 * len(tensors)

@@ -90,7 +90,9 @@ def test_a_family_that_fails_in_bfloat16_only_says_so(monkeypatch):
     monkeypatch.setattr(families, "_compare", fails)
     row = compare("mixtral")
     assert (row.works, row.dtype, row.reason) == (True, "float32", "RuntimeError: no bfloat16 here")
-    assert "yes, in float32; not in bfloat16: RuntimeError: no bfloat16 here" in markdown([row], "bfloat16")
+    page = markdown([row], "bfloat16")
+    assert "yes, in float32; not in bfloat16: RuntimeError: no bfloat16 here" in page
+    assert "in bfloat16 (1 of them, which cannot run in it, in float32) on a CPU" in page
 
 
 def test_a_difference_is_not_tried_again_in_float32(monkeypatch):

@@ -29,6 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # Folders.
 
 
+def test_a_checkpoint_that_has_gone_by_the_time_it_is_read_is_none(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step-1.ckpt").symlink_to(tmp_path / "gone")
+    assert find_checkpoint("auto", tmp_path) is None
+
+
 def test_files_of_an_earlier_run_get_another_name_and_stay(tmp_path):
     (tmp_path / "result.json").write_text("first")
     (tmp_path / "metrics.csv").write_text("first")

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from report_runs import result, write_run
 
-from experiments.report import main, report
-from experiments.reporting.groups import group_runs, variant
+from experiments.report import MOST_PANELS, main, report
+from experiments.reporting.curves import _curves
+from experiments.reporting.groups import Spread, group_runs, variant
+from experiments.reporting.panels import looks_of
 from experiments.reporting.paper import OLMOE_SONICMOE, paper_rows
 from experiments.reporting.runs import read_runs
 from experiments.reporting.tables import CSV_COLUMNS, escaped, legend_of, table_of
@@ -45,6 +47,29 @@ def test_an_expert_clip_that_is_not_the_modes_own_is_a_row_of_its_own(tmp_path):
     assert [row.mode for row in group.rows] == ["sonar", "sonar, expert_clip=lagged"]
     assert variant(result("sonar", expert_clip="exact")) == "sonar_exact_clip"
     assert variant(result("a_mode_of_tomorrow")) == "a_mode_of_tomorrow"
+
+
+def test_what_a_mode_does_otherwise_is_compared_with_standard_and_not_set_apart(tmp_path):
+    (group,) = groups_of(
+        tmp_path,
+        result("standard", overrides=["mode=standard", "mode.accumulation=host"], accumulation="host"),
+        *(
+            result("sonar", expert_clip=c, overrides=["mode=sonar", f"mode.expert_clip={c}"])
+            for c in ("none", "lagged")
+        ),
+        result("sonar", accumulation="host", overrides=["mode=sonar", "mode.accumulation=host"]),
+        result("sonar", expert_state_device="cpu", overrides=["mode=sonar", "++mode.expert_state_device=cpu"]),
+    )
+    names = ["standard", "sonar", "sonar, accumulation=host", "sonar, expert_clip=lagged"]
+    assert [row.mode for row in group.rows] == [*names, "sonar, expert_state_device=cpu"]
+    assert group.base == "standard"
+    assert all(row.saved == pytest.approx(0.2052, abs=1e-4) for row in group.rows[1:])
+
+
+def test_a_value_that_a_column_shows_sets_no_runs_apart_if_it_was_typed(tmp_path):
+    typed = ["mode=sonar", "trainer.precision=bf16-true", "data.batch_size=2", "+trainer.max_steps=30"]
+    (group,) = groups_of(tmp_path, result("standard"), result("sonar", overrides=typed))
+    assert group.title == "olmoe (tiny), grouped_mm, 2 x 64 tokens, bf16-true"
 
 
 def test_runs_that_differ_in_anything_else_are_compared_only_with_their_like(tmp_path):
@@ -108,6 +133,16 @@ def test_the_papers_figures_stand_beside_ours_only_in_its_setting(tmp_path):
     same = result("sonar", **ours)
     for other in ({"backend": "grouped_mm"}, {"batch_size": 4}, {"size": "tiny"}, {"model": "granite"}, {"ranks": 2}):
         assert paper_rows({**same, **other}) == {}
+    for other in ({"optimizer": "bnb_adamw8bit"}, {"accumulate_grad_batches": 4}, {"loss": "chunked"}):
+        assert paper_rows({**same, **other}) == {}
+    for setting in (
+        "model.checkpointing=true",
+        "+model.overrides.num_experts=8",
+        "data.packing=true",
+        "model.num_layers=2",
+    ):
+        assert paper_rows(same, [setting]) == {}
+    assert paper_rows(same, ["experiment=paper", "data=alpaca", "callbacks=checkpoint"]) == OLMOE_SONICMOE
     assert paper_rows(same) == OLMOE_SONICMOE
     assert paper_rows({**same, "steps": 100})["sonar"].heldout_loss is None
 
@@ -213,6 +248,66 @@ def test_a_result_alone_is_a_run(tmp_path):
     assert len(read_runs([tmp_path])[0]) == 1
 
 
+def test_a_result_of_another_program_is_no_run(tmp_path):
+    (tmp_path / "bench_peers").mkdir()
+    (tmp_path / "bench_peers" / "result.json").write_text(json.dumps({"rows": {}, "ms": {}, "steps": 8}))
+    write_run(tmp_path / "0", result("sonar"))
+    runs, failures = read_runs([tmp_path])
+    assert (len(runs), failures) == (1, [])
+
+
+def _later(folder: Path, first: int) -> None:
+    """As a run that went on from a checkpoint writes its losses."""
+    head, *lines = (folder / "losses.csv").read_text().splitlines()
+    (folder / "losses.csv").write_text("\n".join([head, *lines[first - 1 :]]) + "\n")
+
+
+def test_losses_of_several_runs_are_put_together_batch_by_batch(tmp_path):
+    first = write_run(tmp_path / "0", result("sonar", seed=0), losses=[8.0, 7.0, 6.0, 5.0])
+    resumed = write_run(tmp_path / "1", result("sonar", seed=1), losses=[0.0, 0.0, 6.2, 5.2])
+    _later(resumed, 3)
+    gap = write_run(tmp_path / "2", result("sonar", seed=2), losses=[8.0, float("nan"), 6.4, 5.4])
+    ((names, curve),) = _curves(group_runs(read_runs([first, resumed, gap])[0])[0].rows)
+    assert (names, curve.places, curve.of) == (["sonar"], [3, 4], " (3 seeds)")
+    assert curve.middle == pytest.approx([6.2, 5.2])
+    assert (curve.low, curve.high) == ([6.0, 5.0], [6.4, 5.4])
+
+
+def test_the_same_seed_twice_is_two_runs_and_runs_without_a_common_batch_are_not_mixed(tmp_path):
+    for name in ("0", "1"):
+        write_run(tmp_path / "twice" / name, result("sonar"), losses=[8.0, 7.0])
+    ((_, curve),) = _curves(group_runs(read_runs([tmp_path / "twice"])[0])[0].rows)
+    assert curve.of == " (2 runs)"
+    write_run(tmp_path / "apart" / "0", result("sonar"), losses=[8.0, 7.0, 6.0])
+    _later(write_run(tmp_path / "apart" / "1", result("sonar", seed=1), losses=[0.0, 0.0, 0.0, 5.0]), 4)
+    ((_, curve),) = _curves(group_runs(read_runs([tmp_path / "apart"])[0])[0].rows)
+    assert (curve.middle, curve.of) == ([8.0, 7.0, 6.0], "")
+
+
+def test_a_median_outside_its_percentiles_is_drawn(tmp_path):
+    write_run(tmp_path / "0", result("sonar", step_time_ms={"median": 200.0, "p10": 230.0, "p90": 190.0}))
+    (group,) = report([tmp_path], tmp_path / "out")
+    assert group.rows[0].step_ms == Spread(200.0, 200.0, 200.0, 1)
+
+
+def test_a_search_over_many_values_gets_tables_for_all_and_figures_for_some(tmp_path):
+    for index in range(MOST_PANELS + 2):
+        write_run(tmp_path / str(index), result("sonar", overrides=["mode=sonar", f"optimizer.lr={index}"]))
+    groups = report([tmp_path], tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert len(groups) == text.count("| sonar |") == MOST_PANELS + 2
+    assert f"Only the first {MOST_PANELS} of {MOST_PANELS + 2} settings are shown." in text
+
+
+def test_modes_of_one_figure_look_different():
+    modes = [*MODES, "sonar, expert_clip=lagged", "sonar, expert_clip=per_tensor", "sonar, accumulation=host"]
+    looks = looks_of(modes)
+    for key in ("color", "marker"):
+        assert len({look[key] for look in looks}) == len(modes)
+    assert len({(look["linestyle"], look["marker"]) for look in looks}) == len(modes)
+    assert looks_of(["sonar"]) == [looks[list(MODES).index("sonar")]]
+
+
 def test_losses_come_from_metrics_where_there_is_nothing_better(tmp_path):
     run = write_run(tmp_path / "0", result("sonar"))
     (run / "metrics.csv").write_text("step,train_loss,heldout_loss\n4,8.0,\n9,7.5,\n14,nan,\n14,,6.9\n")
@@ -230,6 +325,11 @@ def test_a_missing_folder_and_an_empty_one_are_not_a_success(tmp_path, capsys):
     assert main([str(tmp_path / "nothing")]) == 2
     assert "is not a folder. Name run folders" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 1
+    assert "Written: " in (said := capsys.readouterr().out)
+    assert "figures/" not in said
+    (tmp_path / "file").touch()
+    assert main([str(tmp_path), "--out", str(tmp_path / "file")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
 
 
 def test_a_result_of_another_shape_is_listed_not_read(tmp_path):

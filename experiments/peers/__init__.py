@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
+from collections.abc import Iterable
+
 from experiments.peers.adalomo import AdaLomo
 from experiments.peers.base import Batch, Observer, PlainLoop, Plan, Recipe
 from experiments.peers.in_hooks import OptimiRelease, TutorialHooks
 from experiments.peers.ordinary import Lora, TorchAO
 from experiments.peers.trainers import PlainLightning, Sonar, SonarLowBit
 
-__all__ = ["BASELINE", "OURS", "PEERS", "Batch", "Observer", "PlainLoop", "Plan", "Recipe"]
+__all__ = ["BASELINE", "OURS", "PEERS", "Batch", "Observer", "PlainLoop", "Plan", "Recipe", "versions"]
 
 BASELINE = "lightning"
 """What step times are compared with."""
@@ -32,3 +36,12 @@ PEERS: dict[str, Recipe] = {recipe.name: recipe for recipe in _ALL}
 """Every row of the table, by name and in its order."""
 
 OURS = tuple(name for name, recipe in PEERS.items() if isinstance(recipe, Sonar))
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of what the figures of these peers depend on, by package, and Python's."""
+    packages = ["torch", "lightning", "transformers"]
+    packages += [recipe.package for name in names if (recipe := PEERS[name]).package and not recipe.missing()]
+    return {"python": platform.python_version()} | {
+        package: importlib.metadata.version(package) for package in dict.fromkeys(packages)
+    }

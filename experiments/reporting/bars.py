@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reporting.groups import Group, Row
-from experiments.reporting.panels import look_of, panels, save, short, unit_of
+from experiments.reporting.panels import looks_of, panels, save, short, unit_of
 from experiments.reporting.paper import LOSS_GAP
 
 _PARTS = (
@@ -94,8 +94,8 @@ def draw_loss_gaps(groups: list[Group], path: Path) -> Path | None:
         for side in (-LOSS_GAP, LOSS_GAP):
             axes.axvline(side, color="black", linewidth=1, linestyle="--")
         axes.axvline(0, color="black", linewidth=1)
-        for place, row in enumerate(rows):
-            gap, look = row.gap, look_of(row.mode, place)
+        for place, (row, look) in enumerate(zip(rows, looks_of([row.mode for row in rows]), strict=True)):
+            gap = row.gap
             if gap is None:
                 continue
             if gap.count > 1:
@@ -106,16 +106,18 @@ def draw_loss_gaps(groups: list[Group], path: Path) -> Path | None:
             )  # fmt: skip
             axes.plot([gap.middle], [place], marker=look["marker"], markersize=8, color=look["color"], zorder=4)
             axes.annotate(
-                f"{gap.middle:+.4f}", (gap.middle, place), (0, 9), textcoords="offset points", ha="center", fontsize=9
-            )
+                f"{gap.middle:+.4f}", (gap.middle, place), (0, 9), textcoords="offset points", ha="center", fontsize=9,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
+            )  # fmt: skip
         _modes(axes, rows)
         axes.set_xlim(-1.2 * reach, 1.2 * reach)
         axes.set_ylim(len(rows) - 0.4, -0.8)
-        seeds = max(row.gap.count for row in rows if row.gap)
-        spread = f"mean of {seeds} seeds, lowest to highest" if seeds > 1 else "one seed"
+        seeds = sorted({row.gap.count for row in rows if row.gap})
+        count = " to ".join(str(seeds[end]) for end in ((0, -1) if len(seeds) > 1 else (0,)))
+        spread = f"mean of {count} seeds, lowest to highest" if seeds[-1] > 1 else "one seed"
         axes.set_xlabel(
             f"held-out loss less {group.base}'s (nats a token), left is better\n"
-            f"{spread}; dashed: the paper's {LOSS_GAP} either way",
+            f"{spread}\ndashed: the paper's {LOSS_GAP} either way",
         )
     figure.suptitle("What the mode costs in held-out loss")
     return save(figure, path)

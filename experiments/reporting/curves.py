@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reporting.groups import Group, Row
-from experiments.reporting.panels import look_of, panels, save, short, unit_of
+from experiments.reporting.panels import looks_of, panels, save, short, unit_of
+from experiments.reporting.runs import Run
 
 _LEAST_WIDTH = 0.07
 """Share of a panel that the shortest phase gets, so that its name can be read."""
@@ -27,11 +28,10 @@ def draw_live_memory(groups: list[Group], path: Path) -> Path | None:
         top = max(max(timeline["live_bytes"]) for timeline in timelines.values())
         unit, scale = unit_of(top)
         floor = min(min(timeline["live_bytes"]) for timeline in timelines.values()) / scale
-        for mode, timeline in timelines.items():
+        for (mode, timeline), look in zip(timelines.items(), looks_of(list(timelines)), strict=True):
             places = [*_places(timeline, edges), edges[-1]]
             live = [value / scale for value in timeline["live_bytes"]]
             live.append(live[-1])
-            look = look_of(mode)
             peak = timeline["peak_index"]
             axes.step(
                 places, live, where="post", color=look["color"], linestyle="-" if mode == "sonar" else "--",
@@ -101,16 +101,16 @@ def draw_losses(groups: list[Group], path: Path) -> Path | None:
         return None
     figure, found = panels([group.title for group, _ in shown], [4.4] * len(shown))
     for axes, (_, curves) in zip(found, shown, strict=True):
-        for index, (names, curve) in enumerate(curves):
-            look = look_of(names[0], index)
+        looks = looks_of([names[0] for names, _ in curves])
+        for index, ((names, curve), look) in enumerate(zip(curves, looks, strict=True)):
             every = max(1, len(curve.places) // 8)
             axes.plot(
                 curve.places, curve.middle, **look, linewidth=1.6, markersize=6,
                 # Markers of curves that lie on each other stand at different places.
                 markevery=(min(index, every - 1) * every // max(1, len(curves)), every),
-                label=" = ".join(map(short, names)) + (f" ({curve.seeds} seeds)" if curve.seeds > 1 else ""),
+                label=" = ".join(map(short, names)) + curve.of,
             )  # fmt: skip
-            if curve.seeds > 1:
+            if curve.of:
                 axes.fill_between(curve.places, curve.low, curve.high, color=look["color"], alpha=0.15, linewidth=0)
         curve = curves[0][1]
         axes.set_xlabel(f"training {curve.unit}")
@@ -123,18 +123,35 @@ def draw_losses(groups: list[Group], path: Path) -> Path | None:
 
 
 class _Curve:
-    """Losses of one mode over its seeds, smoothed."""
+    """Losses of one mode over its runs, smoothed, at the places that all of them have.
 
-    def __init__(self, rows: list[tuple[str, list[int], list[float]]]) -> None:
-        self.unit = rows[0][0]
-        self.seeds = len(rows)
-        points = min(len(losses) for _, _, losses in rows)
-        stride = rows[0][1][1] - rows[0][1][0] if points > 1 else 1
+    Attributes:
+        of: of how many seeds or runs it is the mean, in words; empty for one.
+    """
+
+    def __init__(self, runs: list[Run]) -> None:
+        # A resumed run begins later than the others, one with a bad batch has a gap.
+        longest = max((run.losses for run in runs), key=lambda losses: len(losses[1]))
+        self.unit = longest[0]
+        shared, taken_runs = set(longest[1]), []
+        for run in runs:
+            unit, places, _ = run.losses
+            if unit == self.unit and shared & set(places):
+                shared &= set(places)
+                taken_runs.append(run)
+        by_place = [dict(zip(*run.losses[1:], strict=True)) for run in taken_runs]
+        places = sorted(shared)
+        rows = [[losses[place] for place in places] for losses in by_place]
+        seeds = {str(run.result.get("seed")) for run in taken_runs}
+        what = "seeds" if len(seeds) == len(rows) else "runs"
+        self.of = f" ({len(rows)} {what})" if len(rows) > 1 else ""
+        points = len(places)
+        stride = places[1] - places[0] if points > 1 else 1
         # A batch is small and its loss noisy: a fifteenth of the run is averaged.
         taken = max(1, points // 15)
         self.window = taken * stride
-        smooth = [[statistics.fmean(losses[i : i + taken]) for i in range(points - taken + 1)] for _, _, losses in rows]
-        self.places = rows[0][1][taken - 1 : points]
+        smooth = [[statistics.fmean(losses[i : i + taken]) for i in range(points - taken + 1)] for losses in rows]
+        self.places = places[taken - 1 :]
         self.middle = [statistics.fmean(values) for values in zip(*smooth, strict=True)]
         self.low = [min(values) for values in zip(*smooth, strict=True)]
         self.high = [max(values) for values in zip(*smooth, strict=True)]
@@ -142,14 +159,15 @@ class _Curve:
 
 def _curves(rows: Sequence[Row]) -> list[tuple[list[str], _Curve]]:
     """Names of modes and their curve; modes with equal losses share one."""
-    found: list[tuple[list[str], list[Any]]] = []
+    found: list[tuple[list[str], list[Run]]] = []
     for row in rows:
-        curves = [run.losses for run in sorted(row.runs, key=lambda run: str(run.result.get("seed"))) if run.losses[2]]
-        if not curves:
+        runs = [run for run in sorted(row.runs, key=lambda run: str(run.result.get("seed"))) if run.losses[2]]
+        if not runs:
             continue
-        equal = next((names for names, other in found if other == curves), None)
+        curves = [run.losses for run in runs]
+        equal = next((names for names, other in found if [run.losses for run in other] == curves), None)
         if equal is None:
-            found.append(([row.mode], curves))
+            found.append(([row.mode], runs))
         else:
             equal.append(row.mode)
-    return [(names, _Curve(curves)) for names, curves in found]
+    return [(names, _Curve(runs)) for names, runs in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Row:
     """One mode in one setting, over all its seeds.
 
     Attributes:
-        mode: the mode's name, with its expert clip where it is not the mode's own.
+        mode: the mode's name, with its expert clip and where experts accumulate, where these are not the mode's own.
         runs: its runs.
         peak_bytes: the highest of their peaks.
         split: bytes at that peak by what holds them.
@@ -121,9 +122,16 @@ def _title(run: Run, common: set[str]) -> str:
 
 
 def variant(result: Mapping[str, Any]) -> str:
-    """The mode of a run, with its expert clip where it is not the mode's own."""
+    """The mode of a run, with what it does otherwise than the mode by itself."""
     mode = _mode_of(result)
-    return str(result["mode"]) if mode is None else mode_name(mode)
+    if mode is None:
+        return str(result["mode"])
+    parts = [mode_name(mode)]
+    # Where nothing steps inside backward these mean nothing.
+    if mode.in_backward != "none":
+        own = {"accumulation": "exact", "expert_state_device": None}
+        parts += [f"{key}={result[key]}" for key, default in own.items() if result.get(key, default) != default]
+    return ", ".join(parts)
 
 
 def _mode_of(result: Mapping[str, Any]) -> Mode | None:
@@ -141,7 +149,7 @@ def _group(title: str, runs: list[Run]) -> Group:
     order = {mode: index for index, mode in enumerate(MODES)}
     modes = sorted(by_mode, key=lambda mode: (order.get(mode, len(order)), mode))
     base = next((mode for mode in ("standard", "standard_no_expert_clip") if mode in by_mode), None)
-    paper = paper_rows(runs[0].result)
+    paper = paper_rows(runs[0].result, runs[0].settings)
     rows = tuple(_row(mode, by_mode[mode], by_mode.get(base or "", []), paper.get(mode)) for mode in modes)
     notes = [
         f"{variant(run.result)}, seed {run.result.get('seed')}: {int(skipped)} {what.replace('_', ' ')}."
@@ -169,8 +177,8 @@ def _row(mode: str, runs: list[Run], base: list[Run], paper: PaperRow | None) ->
         high = [run.number("step_time_ms", "p90") for run in runs]
         step = Spread(
             statistics.median(times),
-            min([value for value in low if value is not None] or times),
-            max([value for value in high if value is not None] or times),
+            min(*times, *(value for value in low if value is not None), math.inf),
+            max(*times, *(value for value in high if value is not None), 0.0),
             len(times),
         )
     mine, other = _loss_by_seed(runs), _loss_by_seed(base)

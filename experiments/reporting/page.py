@@ -16,7 +16,7 @@ h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; }
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .45rem; white-space: nowrap; border-bottom: 1px solid #d0d7de; text-align: left; }
 th { border-bottom: 2px solid #57606a; }
-.number { text-align: right; }
+.number { text-align: right; white-space: normal; }
 tr.failed td:first-child { border-left: 4px solid #b3261e; }
 tr.failed td { white-space: normal; overflow-wrap: anywhere; min-width: 6rem; }
 figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; }
@@ -36,7 +36,11 @@ def table(head: list[str], rows: list[list[str]], row_class: str = "") -> str:
     heads = (f'<th class="{kind}">{text(cell)}</th>' for kind, cell in zip(kinds, head, strict=True))
     lines = ["<div class=table><table><thead><tr>", *heads, "</tr></thead><tbody>"]
     for row in rows:
-        cells = (f'<td class="{kind}">{text(cell)}</td>' for kind, cell in zip(kinds, row, strict=True))
+        # A narrow window breaks "6.51 (6.49 to 6.53)" before its brackets only.
+        whole = [
+            cell.replace(" to ", "\u00a0to\u00a0") if kind else cell for kind, cell in zip(kinds, row, strict=True)
+        ]
+        cells = (f'<td class="{kind}">{text(cell)}</td>' for kind, cell in zip(kinds, whole, strict=True))
         lines += [f'<tr class="{row_class}">', *cells, "</tr>"]
     return "".join([*lines, "</tbody></table></div>"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,23 @@ _LOOKS: tuple[tuple[str, Any, str], ...] = (
     ("#2b8a3e", (0, (6, 1, 1, 1, 1, 1)), "P"),
     ("#8a5a00", (0, (1, 1)), "X"),
     ("#c2255c", (0, (8, 3)), "*"),
+    ("#0b7285", (0, (3, 2, 1, 2)), "<"),
+    ("#a61e4d", (0, (5, 1)), ">"),
+    ("#364fc7", (0, (1, 3)), "p"),
+    ("#5c940d", (0, (9, 2, 2, 2)), "h"),
 )
 
 
-def look_of(mode: str, index: int = 0) -> dict[str, Any]:
-    """Colour, dashes and marker of a mode; ``index`` decides for modes that have no name of their own."""
+def looks_of(modes: Sequence[str]) -> list[dict[str, Any]]:
+    """Colour, dashes and marker of each mode of a panel; those that have no name of their own take what is left."""
     names = list(MODES)
-    place = names.index(mode) if mode in names else len(names) + index
-    colour, dashes, marker = _LOOKS[place % len(_LOOKS)]
-    return {"color": colour, "linestyle": dashes, "marker": marker}
+    others = [mode for mode in modes if mode not in names]
+    looks = []
+    for mode in modes:
+        place = names.index(mode) if mode in names else len(names) + others.index(mode)
+        colour, dashes, marker = _LOOKS[place % len(_LOOKS)]
+        looks.append({"color": colour, "linestyle": dashes, "marker": marker})
+    return looks
 
 
 def unit_of(nbytes: float) -> tuple[str, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -45,14 +46,30 @@ def is_papers_size(result: Mapping[str, Any]) -> bool:
     return result.get("model") in ("olmoe", "granite") and all(result.get(k) == v for k, v in wanted.items())
 
 
-def paper_rows(result: Mapping[str, Any]) -> Mapping[str, PaperRow]:
+# Settings that neither memory nor step time depends on, or that `paper_rows` looks at by their value.
+_AS_THE_PAPER = re.compile(
+    r"\+{0,2}(experiment|data|data\.(chat_template|heldout_size|eval_batch_size|path|cache_dir|num_workers)|optimizer"
+    r"|optimizer\.lr|scheduler|scheduler\..*|callbacks|callbacks\..*|logger|logger\..*|mode\.log_grad_norm"
+    r"|model\.(pretrained|low_memory)|trainer\.(log_every_n_steps|enable_.*|limit_val_batches))="
+)
+
+
+def paper_rows(result: Mapping[str, Any], settings: Iterable[str] = ()) -> Mapping[str, PaperRow]:
     """The paper's rows by mode for the setting of a run; empty where it gives none.
 
     Memory and time do not depend on the data; held-out losses are given only for 2,000 steps of Alpaca.
+
+    Args:
+        result: the run's ``result.json``.
+        settings: what its command line changed; anything that the paper's setting does not have leaves no rows.
     """
     if not is_papers_size(result) or (result["model"], result["backend"]) != ("olmoe", "sonicmoe"):
         return {}
-    if result.get("loss", "full") != "full" or result.get("ranks", 1) != 1:
+    # The paper's AdamW keeps both moments in bf16, as these do.
+    own = {"loss": "full", "ranks": 1, "accumulate_grad_batches": 1}
+    if any(result.get(key, value) != value for key, value in own.items()):
+        return {}
+    if result.get("optimizer") not in ("FusedAdamW", "AdamW") or not all(map(_AS_THE_PAPER.match, settings)):
         return {}
     if result.get("data") == "alpaca" and result.get("steps") == 2000:
         return OLMOE_SONICMOE

@@ -19,8 +19,11 @@ _TABLES = ("memory_split", "step_time_ms", "versions")
 _NUMBERS = ("params_total", "batch_size", "seq_len", "steps", "ranks")
 # What else tells settings and runs apart.
 _VALUES = ("expert_clip", "loss", "optimizer", "data", "precision", "device", "device_name", "seed", "gives_up")
-# These have columns of their own, or decide where things go.
-_SHOWN_ELSEWHERE = re.compile(r"(mode|model|backend|seed|hydra\..*|hydra/.*|ckpt_path|export|objective)=")
+# What these set stands in the result and in the report, or decides where things go.
+_SHOWN_ELSEWHERE = re.compile(
+    r"\+{0,2}(mode|mode\.(expert_clip|accumulation|expert_state_device)|model|model\.size|backend|seed|trainer\.precision"
+    r"|trainer\.max_steps|data\.batch_size|data\.seq_len|hydra\..*|hydra/.*|ckpt_path|export|objective)="
+)
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,19 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[Run], list[Failure]]:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder. Name run folders or folders of runs.")
         found = {path.parent.parent for path in folder.rglob(".hydra/config.yaml")}
-        found |= {path.parent for path in folder.rglob("result.json")}
+        found |= {path.parent for path in folder.rglob("result.json") if _is_of_a_run(path)}
         for run in sorted(found, key=_natural):
             if run.resolve() in seen:
                 continue
             seen.add(run.resolve())
             _read(run, runs, failures)
     return runs, failures
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether a ``result.json`` is not one of the other programs, which leave files of that name, too."""
+    result = read_json(path)
+    return result is None or any(key in result for key in _NEEDED)
 
 
 def _read(folder: Path, runs: list[Run], failures: list[Failure]) -> None:

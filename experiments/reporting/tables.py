@@ -98,8 +98,8 @@ def legend_of(groups: Iterable[Group]) -> list[str]:
         lines.append("Expert-grad GB: most bytes of expert gradients alive at once, at any moment of the step.")
     if any(row.paper for row in rows):
         lines.append(
-            "The paper's columns are of the same model, backend, batch and precision; its loss is of 2,000 steps "
-            "of Alpaca, its times are of its GPU."
+            "The paper's columns are of the same model, backend, batch, precision and optimizer; its loss is of 2,000 "
+            "steps of Alpaca, its times are of its GPU."
         )
     if any(is_papers_size(group.result) for group in groups):
         lines.append(ALL_PAIRS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) == len(pairs):
         return found
     repeated = _Repeated(found)
-    names = [name for name, _ in pairs]
-    repeated.key = next(name for name in names if names.count(name) > 1)
+    repeated.key = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     return repeated
 
 

@@ -111,9 +111,9 @@ class InstructionData(LightningDataModule):
                 raise DataError(f"{name}={value!r}: expected a whole number, at least {least}")
             if value < least:
                 raise DataError(f"{name}={value}: expected at least {least}")
-        for name, value in (("path", path), ("cache_dir", cache_dir)):
+        for name, value, kind in (("path", path, "file"), ("cache_dir", cache_dir, "folder")):
             if value is not None and not isinstance(value, (str, Path)):
-                raise DataError(f"{name}={value!r} is of type {type(value).__name__}; expected the name of one")
+                raise DataError(f"{name}={value!r} is of type {type(value).__name__}; expected the name of one {kind}")
         self.source = source
         self.path = path
         self.seq_len = seq_len

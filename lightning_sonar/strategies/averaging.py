@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ class RankAverage:
         # Weak: hooks hold this object, and a parameter holds its hooks where no garbage collector sees them.
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._order = [weakref.ref(tensor) for tensor in reversed(list(tensors.values()))]
-        self._arrived: list[int] = []
+        # In the order in which they came.
+        self._arrived: dict[int, None] = {}
         self._next = 0
         self._settled = False
 
@@ -53,7 +55,7 @@ class RankAverage:
                 "when the first one comes. If it is used twice under reentrant activation checkpointing, use "
                 "checkpoint(..., use_reentrant=False)."
             )
-        self._arrived.append(id(tensor))
+        self._arrived[id(tensor)] = None
         return self._average_arrived()
 
     def finish(self) -> list[Tensor]:
@@ -65,7 +67,8 @@ class RankAverage:
         Raises:
             RuntimeError: if a gradient is missing and ``find_unused`` is off.
         """
-        missing = [tensor for tensor in self._tensors() if id(tensor) not in self._arrived and tensor.grad is None]
+        training = [tensor for tensor in (ref() for ref in self._order) if _trains(tensor)]
+        missing = [tensor for tensor in training if id(tensor) not in self._arrived and tensor.grad is None]
         if missing and not self.find_unused:
             names = ", ".join(self._name(tensor) for tensor in missing[:3])
             raise RuntimeError(
@@ -75,9 +78,7 @@ class RankAverage:
                 "requires_grad to False."
             )
         done: list[Tensor] = []
-        order = self._tensors()
-        while self._next < len(order):
-            tensor = order[self._next]
+        while (tensor := self._upcoming()) is not None:
             # One that has not arrived may hold what earlier microbatches have accumulated.
             used = tensor.grad is not None
             if not used:
@@ -87,7 +88,7 @@ class RankAverage:
             else:
                 tensor.grad = None
         self._settle()
-        self._arrived, self._next = [], 0
+        self.forget()
         return done
 
     def admit(self, name: str, tensor: Tensor) -> None:
@@ -96,16 +97,24 @@ class RankAverage:
         self._order.append(weakref.ref(tensor))
 
     def forget(self) -> None:
-        """Forget a backward that an exception broke off."""
-        self._arrived, self._next = [], 0
+        """Forget what has arrived in this backward, which an exception may have broken off."""
+        self._arrived, self._next = {}, 0
 
     def _average_arrived(self) -> list[Tensor]:
         done: list[Tensor] = []
-        order = self._tensors()
-        while self._next < len(order) and id(order[self._next]) in self._arrived:
-            done.append(order[self._next])
-            self._average(order[self._next], used=True)
+        while (tensor := self._upcoming()) is not None and id(tensor) in self._arrived:
+            done.append(tensor)
+            self._average(tensor, used=True)
         return done
+
+    def _upcoming(self) -> Tensor | None:
+        """The tensor whose turn it is; one that has been frozen since would be waited for, and has none."""
+        while self._next < len(self._order):
+            tensor = self._order[self._next]()
+            if _trains(tensor):
+                return tensor
+            self._next += 1
+        return None
 
     def _average(self, tensor: Tensor, used: bool) -> bool:
         """Average one gradient in place; returns whether any rank used the tensor. Reads the device if not `used`."""
@@ -136,14 +145,14 @@ class RankAverage:
         order = [ref() for ref in self._order]
         place = {id(tensor): index for index, tensor in enumerate(order) if tensor is not None}
         arrived = [place[key] for key in self._arrived]
-        wanted = [arrived + [index for index in range(len(order)) if index not in set(arrived)]]
+        came = set(arrived)
+        wanted = [arrived + [index for index in range(len(order)) if index not in came]]
         dist.broadcast_object_list(wanted, src=dist.get_global_rank(self.group, 0), group=self.group)
         self._order = [self._order[index] for index in wanted[0]]
 
-    def _tensors(self) -> list[Tensor]:
-        """Those that train now: one that has been frozen since would be waited for."""
-        tensors = [ref() for ref in self._order]
-        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-
     def _name(self, tensor: Tensor) -> str:
         return self._names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
+
+
+def _trains(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    return tensor is not None and tensor.requires_grad

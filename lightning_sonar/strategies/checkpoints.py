@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_sonar.in_backward import InBackward
-from lightning_sonar.strategies.intact import CheckpointError, check_intact
+from lightning_sonar.strategies.intact import CheckpointError, check_intact, unreadable
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -122,10 +122,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which a seek in a short file gives
                 raise
             detail = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            raise CheckpointError(
-                f"{path} cannot be read as a checkpoint ({detail}). It is truncated "
-                "or of another kind; it was left as it is. Choose another checkpoint."
-            ) from error
+            raise unreadable(path, detail) from error
         if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
             found = sorted(map(str, checkpoint))[:5] if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
             raise CheckpointError(

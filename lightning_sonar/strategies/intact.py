@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_sonar.strategies.untrusted import METADATA, read_metadata
+from lightning_sonar.strategies.untrusted import METADATA, ForeignObjectError, read_metadata
 
 _intact: set[tuple[str, int, int]] = set()
 """Files that were found whole, by path, size and time of change: a run looks for one to resume from, then loads it."""
@@ -39,20 +39,26 @@ def check_intact(path: str | Path) -> None:
         else:
             _check_file(path)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{path} cannot be read as a checkpoint ({error}). It is truncated, damaged or of another kind; it was "
-            "left as it is. Choose another checkpoint."
-        ) from error
+        raise unreadable(path, str(error)) from error
+
+
+def unreadable(path: str | Path, detail: str) -> CheckpointError:
+    """The error for a checkpoint that is damaged, or none."""
+    return CheckpointError(
+        f"{path} cannot be read as a checkpoint ({detail}). It is truncated, damaged or of another kind; it was left "
+        "as it is. Choose another checkpoint."
+    )
 
 
 def damage_of(path: Path) -> str | None:
     """What `check_intact` says of a sharded checkpoint, for one rank to tell the others; None of any other path."""
+    if not path.is_dir():
+        return None
     try:
-        if path.is_dir():
-            check_intact(path)
+        _check_folder(path)
     except CheckpointError as error:
         # What could run code is refused in words of its own, when it is loaded.
-        return None if "it names" in str(error) else str(error)
+        return None if isinstance(error.__cause__, ForeignObjectError) else str(unreadable(path, str(error)))
     return None
 
 

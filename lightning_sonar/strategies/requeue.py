@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
 from lightning_sonar.strategies.checkpoints import is_between_steps
 
@@ -42,7 +41,9 @@ class RequeueBetweenSteps(Callback):
 
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         answer = signal.getsignal(self._signum)  # Lightning sets it after the strategy's setup
-        if isinstance(answer, _HandlersCompose) and threading.current_thread() is threading.main_thread():
+        # An instance of a private class of Lightning's; another's handler stays as it is.
+        of_lightning = type(answer).__module__.startswith("lightning.")
+        if callable(answer) and of_lightning and threading.current_thread() is threading.main_thread():
             self._answer = answer
             signal.signal(self._signum, self._receive)
 
@@ -60,7 +61,7 @@ class RequeueBetweenSteps(Callback):
 
 def requeue_between_steps(trainer: Trainer) -> RequeueBetweenSteps | None:
     """Take the requeue signal over from Lightning; None where Lightning does not listen to it."""
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = trainer._accelerator_connector.cluster_environment  # Lightning's own code finds it there, too
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return None
     signum = environment.requeue_signal

@@ -67,7 +67,7 @@ def shard_units_(
     inside = set(model.modules())
     units = [module for module in own_units if module in inside and module is not model]
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy or MixedPrecisionPolicy()}
-    for unit in [*units, *(layer for layer in _layers(model, units) if layer not in set(units))]:
+    for unit in dict.fromkeys([*units, *_layers(model, units)]):
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, **options)
     return model

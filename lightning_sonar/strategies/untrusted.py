@@ -13,6 +13,11 @@ import torch
 METADATA = ".metadata"
 """File in the folder of a sharded checkpoint that says where everything is; written last."""
 
+
+class ForeignObjectError(pickle.UnpicklingError):
+    """What a sharded checkpoint has no business to hold, named; loading it could run code."""
+
+
 _CHECKPOINT = "torch.distributed.checkpoint"
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _ALLOWED = {
@@ -36,14 +41,14 @@ class _Metadata(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
+        raise ForeignObjectError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
 
 
 def read_metadata(folder: Path) -> Any:
     """The metadata of a sharded checkpoint, as torch's own reader gives them; nothing in them is run.
 
     Raises:
-        pickle.UnpicklingError: if they hold anything else than metadata. Damaged ones may raise anything.
+        ForeignObjectError: if they hold anything else than metadata. Damaged ones may raise anything.
         OSError: if they cannot be read.
     """
     with (folder / METADATA).open("rb") as file:
@@ -64,7 +69,7 @@ def check_plain(folder: Path) -> None:
     for index, part in metadata.storage_data.items():
         path = folder / part.relative_path
         if folder.resolve() not in path.resolve().parents:
-            raise pickle.UnpicklingError(f"it names {part.relative_path}, a file outside of its folder")
+            raise ForeignObjectError(f"it names {part.relative_path}, a file outside of its folder")
         if index.fqn not in values:
             continue
         if getattr(part, "transform_descriptors", None):
