@@ -15,6 +15,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from experiments.choices import explain
 from experiments.environment import as_given
 from experiments.folder import FolderError, check_writable, take
 from experiments.overrides import OverrideError, check_overrides, split_arguments
@@ -121,6 +122,8 @@ def launch(script: Path, arguments: list[str]) -> int:
     finally:
         if sweeps:
             signal.signal(signal.SIGTERM, before)
+        if given & {"--help", "-h"} and not elsewhere:
+            print(explain(directory))
     if SweepFolder.path is not None:
         return _report(SweepFolder.path)
     return max(codes, default=0)

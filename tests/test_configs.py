@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
+from experiments.choices import comment_of, explain
 from experiments.overrides import OverrideError, check_overrides, split_arguments
 from experiments.settings import SettingsError, check_values, settle, try_optimizer
 from lightning_sonar import MODES, SonarMoEStrategy
@@ -289,3 +290,14 @@ def test_gpu_asked_for_where_there_is_none_is_refused():
 
 def test_config_dir_is_found_in_the_checkout():
     assert config_dir() == Path(__file__).resolve().parent.parent / "conf"
+
+
+def test_help_says_what_every_choice_is():
+    text = explain(config_dir())
+    for group in (path for path in config_dir().iterdir() if path.is_dir() and path.name != "hydra"):
+        assert f"\n{group.name}=\n" in text
+        for path in group.glob("*.yaml"):
+            assert comment_of(path), f"{path} does not begin with a comment"
+            assert f"\n  {path.stem} " in text
+    assert "auto The best backend that runs on the device. batched_mm Batched matrix" in " ".join(text.split())
+    assert "@package" not in text

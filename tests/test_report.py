@@ -10,6 +10,7 @@ import pytest
 from report_runs import result, write_run
 
 from experiments.report import MOST_PANELS, main, report
+from experiments.reporting import page
 from experiments.reporting.curves import _curves
 from experiments.reporting.groups import Spread, group_runs, variant
 from experiments.reporting.panels import looks_of
@@ -221,6 +222,13 @@ def test_the_page_is_self_contained_and_escapes_what_is_foreign(sweep):
     assert all(address.startswith("data:image/png;base64,") for address in parsed.addresses)
     assert "<script>alert(1)</script>" in parsed.text
     assert "ran <b>out</b> | of memory" in parsed.text
+
+
+def test_figures_in_brackets_do_not_break_and_words_stay_as_they_are():
+    text = page.table(["mode", "ms a step", "loss gap"], [["a-1 to 2-b", "250.0 (240-300)", "-0.01 (-0.02 to +0.01)"]])
+    assert ">a-1 to 2-b<" in text
+    assert ">250.0 (240\u2011300)<" in text
+    assert ">-0.01 (-0.02\u00a0to\u00a0+0.01)<" in text
 
 
 def test_the_csv_has_a_line_a_run_in_plain_units(sweep):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,13 +37,15 @@ def table(head: list[str], rows: list[list[str]], row_class: str = "") -> str:
     heads = (f'<th class="{kind}">{text(cell)}</th>' for kind, cell in zip(kinds, head, strict=True))
     lines = ["<div class=table><table><thead><tr>", *heads, "</tr></thead><tbody>"]
     for row in rows:
-        # A narrow window breaks "6.51 (6.49 to 6.53)" before its brackets only.
-        whole = [
-            cell.replace(" to ", "\u00a0to\u00a0") if kind else cell for kind, cell in zip(kinds, row, strict=True)
-        ]
+        whole = [_whole(cell) if kind else cell for kind, cell in zip(kinds, row, strict=True)]
         cells = (f'<td class="{kind}">{text(cell)}</td>' for kind, cell in zip(kinds, whole, strict=True))
         lines += [f'<tr class="{row_class}">', *cells, "</tr>"]
     return "".join([*lines, "</tbody></table></div>"])
+
+
+def _whole(cell: str) -> str:
+    """A figure whose brackets a narrow window does not break: "6.51 (6.49 to 6.53)", "250 (240-300)"."""
+    return re.sub(r"(?<=\d)-(?=\d)", "\u2011", cell.replace(" to ", "\u00a0to\u00a0"))
 
 
 def picture(path: Path, alt: str, caption: str) -> str:
