@@ -113,7 +113,8 @@ def verdicts(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
 
 def setting(result: Mapping[str, Any]) -> str:
     """What was measured, and on what."""
-    model = f"OLMoE with {result['parameters'] / 1e6:.0f} M parameters, bf16, grouped_mm, {result['threads']} threads"
+    threads = f"{result['threads']} thread{'' if result['threads'] == 1 else 's'}"
+    model = f"OLMoE with {result['parameters'] / 1e6:.0f} M parameters, bf16, grouped_mm, {threads}"
     shape = f"batches of {result['batch_size']} x {result['seq_len']} tokens of the built-in data"
     return (
         f"{model}; {shape}; clip to norm {result['max_norm']:g} where the row clips. Step times are ratios to plain "
