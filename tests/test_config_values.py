@@ -41,6 +41,7 @@ GROUP_FILES = [
 @pytest.mark.timeout(1800)
 def test_every_group_file_with_every_mode_is_accepted_or_refused_in_one_message(place, monkeypatch):
     counts: Counter[str] = Counter()
+    unexpected: list[str] = []
     for group, name in GROUP_FILES:
         for mode in GROUPS["mode"]:
             cfg = composed(with_data(place, {group: name, "mode": mode}, width=False), place / "alone")
@@ -48,8 +49,12 @@ def test_every_group_file_with_every_mode_is_accepted_or_refused_in_one_message(
             counts[outcome.kind] += 1
             if outcome.kind != "validated":
                 check_refusal(outcome, [group, "mode"])
-                assert (group, name) in [*UNAVAILABLE, ("data", "alpaca")], outcome.message
+                # What has no slices of one expert: low-bit blocks, and shards.
+                sliced = mode == "sonar_per_expert" and (group == "optimizer" or name == "fsdp")
+                if not sliced and (group, name) not in [*UNAVAILABLE, ("data", "alpaca")]:
+                    unexpected.append(f"{group}={name} mode={mode}: {outcome.message}")
     print(dict(counts))
+    assert not unexpected
     assert counts["validated"] >= 150
 
 

@@ -24,7 +24,8 @@ ENDLESS = "trainer.max_steps=100000"
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "experiments/run.py"), *OURS, *arguments],
+        # Flags come first: what parses the command line takes overrides in one piece.
+        [sys.executable, str(ROOT / "experiments/run.py"), *sorted([*OURS, *arguments], key=lambda each: each != "-m")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
