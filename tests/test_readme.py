@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import warnings
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_every_command_names_a_program_and_what_it_takes(page, line):
     from experiments.planning import OWN
     from lightning_sonar.config_dir import config_dir
 
-    _, program, *arguments = line.split()
+    _, program, *arguments = shlex.split(line)
     assert (ROOT / program).is_file(), f"{page} speaks of {program}"
     if Path(program).name in ("run.py", "plan.py"):
         own = OWN if program.endswith("plan.py") else ()

@@ -188,3 +188,55 @@ def test_a_sweep_survives_a_failing_job_and_goes_on_where_it_stopped(tmp_path):
     assert third.returncode == 2
     assert "holds the result of a run with other settings" in third.stderr
     assert "4 runs, 4 without" in (folder / "report.md").read_text()
+
+
+def installed(plugin: str) -> None:
+    pytest.importorskip(f"hydra_plugins.{plugin}", reason='pip install "lightning-sonar[sweep]"')
+
+
+LAUNCHERS = {
+    "hydra_joblib_launcher": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+    "hydra_submitit_launcher": ["hydra/launcher=submitit_local"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plugin", LAUNCHERS)
+def test_another_launcher_leaves_the_same_sweep(tmp_path, plugin):
+    installed(plugin)
+    call = [*SMALL, "mode=sonar", "backend=grouped_mm,sonicmoe"]
+    runs = {}
+    for name, launcher in (("here", []), ("there", LAUNCHERS[plugin])):
+        folder = tmp_path / name
+        done = command(*call, *launcher, f"hydra.sweep.dir='{folder}'")
+        assert done.returncode == 2, done.stderr
+        text = (folder / "report.md").read_text()
+        assert "1 run, 1 without a result" in text
+        assert "backend='sonicmoe' cannot run on cpu" in text
+        runs[name] = json.loads((folder / "0/result.json").read_text())
+    assert runs["here"]["heldout_loss"] == runs["there"]["heldout_loss"]
+    assert runs["here"]["settings_sha256"] == runs["there"]["settings_sha256"]
+    stamp = (tmp_path / "there/0/result.json").stat().st_mtime_ns
+    again = command(*call, *LAUNCHERS[plugin], f"hydra.sweep.dir='{tmp_path / 'there'}'")
+    assert again.returncode == 2, again.stderr
+    assert (tmp_path / "there/0/result.json").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_optunas_sweeper_finds_the_best_job_and_goes_on_in_its_folder(tmp_path):
+    installed("hydra_optuna_sweeper")
+    folder = tmp_path / "s"
+    call = [*SMALL, "mode=sonar", "optimizer.lr=interval(0.00001,0.001)", "backend=choice(grouped_mm,sonicmoe)"]
+    call += ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=1"]
+    first = command(*call, f"hydra.sweep.dir='{folder}'")
+    assert first.returncode == 2, first.stderr
+    losses = {path.parent.name: json.loads(path.read_text())["heldout_loss"] for path in folder.glob("*/result.json")}
+    assert 2 <= len(losses) < 4, "with this seed some trials cannot run, which is no reason to stop"
+    best = OmegaConf.load(folder / "optimization_results.yaml")
+    assert best.best_value == min(losses.values())
+    assert best.best_params.backend == "grouped_mm"
+    second = command(*call, f"hydra.sweep.dir='{folder}'")
+    assert second.stdout.count("skipped, its result.json is complete") == len(losses)
+    assert OmegaConf.load(folder / "optimization_results.yaml") == best

@@ -100,7 +100,7 @@ def draw_plans(plans: Mapping[str, Mapping[str, list[float]]], path: str | Path,
     # Backward is where the lines part, so it gets the most room; each phase has the same width in every plan.
     edges = (0.0, 1.0, 3.6, 3.9, 4.6)
     top = 0.0
-    for (name, curve), (style, shade) in zip(plans.items(), _LINES, strict=False):
+    for (name, curve), (style, shade, marker) in zip(plans.items(), _LINES, strict=False):
         places = []
         for position in curve["position"]:
             phase = min(int(position), len(edges) - 2)
@@ -110,10 +110,10 @@ def draw_plans(plans: Mapping[str, Mapping[str, list[float]]], path: str | Path,
         live.append(live[-1])
         peak = max(live)
         top = max(top, peak)
-        axes.step(
-            places, live, where="post", linestyle=style, color=shade, linewidth=1.6, label=f"{name}: {peak:,.2f} GB"
-        )
-        axes.plot([places[live.index(peak)]], [peak], marker="o", color=shade, markersize=6)
+        axes.step(places, live, where="post", linestyle=style, color=shade, linewidth=1.6)
+        axes.plot([places[live.index(peak)]], [peak], marker=marker, color=shade, markersize=6)
+        # A handle of its own, so that the legend shows dashes and mark without drawing a mark at each allocation.
+        axes.plot([], [], linestyle=style, marker=marker, color=shade, linewidth=1.6, label=f"{name}: {peak:,.2f} GB")
     for start, end, phase in zip(edges, edges[1:], ("forward", "backward", "clip", "step, then free"), strict=False):
         axes.axvline(start, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
         axes.text((start + end) / 2, 1.01, phase, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
@@ -123,17 +123,18 @@ def draw_plans(plans: Mapping[str, Mapping[str, list[float]]], path: str | Path,
     axes.set_xlabel("order of allocations within each phase (not time)")
     axes.set_ylabel("live memory, predicted (GB, 1 GB = 1,000,000,000 bytes)")
     axes.set_title(title, pad=20)
-    axes.legend(loc="lower right", title="peak (marked)")
+    axes.legend(loc="lower right", title="peak (marked)", handlelength=3.2)
     figure.savefig(path)
 
 
+# Lines differ in dashes and mark, not only in colour.
 _LINES = (
-    ("-", "#111111"),
-    ("-", "#d9480f"),
-    ("--", "#1f6fb2"),
-    (":", "#555555"),
-    ("-.", "#2b8a3e"),
-    ((0, (1, 1)), "#862e9c"),
+    ((0, (5, 2)), "#111111", "s"),
+    ("-", "#d9480f", "o"),
+    ("-.", "#1f6fb2", "^"),
+    (":", "#555555", "D"),
+    ((0, (6, 2, 1, 2, 1, 2)), "#2b8a3e", "v"),
+    ((0, (1, 1)), "#862e9c", "x"),
 )
 
 
