@@ -11,7 +11,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -97,11 +97,25 @@ def _compose(overrides: list[str], directory: Path, config_name: str) -> DictCon
         try:
             return compose(config_name, overrides=overrides)
         except (HydraException, OmegaConfBaseException) as error:
+            if isinstance(error, MissingConfigException) and (plugin := _of_a_plugin(error)):
+                raise OverrideError(plugin) from error
             # The one without which the others compose; an override may be right only beside another one.
             rest = ((o, [other for other in overrides if other != o]) for o in overrides)
             bad = next((o for o, others in rest if _composes(others, config_name)), None)
             others = [other for other in overrides if other != bad]
             raise OverrideError(_explain(bad, others, error, config_name, directory)) from error
+
+
+def _of_a_plugin(error: MissingConfigException) -> str | None:
+    """What to say of a launcher or a sweeper that is not here; None if something else is missing."""
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    if group not in ("hydra/launcher", "hydra/sweeper"):
+        return None
+    return (
+        f"{group}={name}: there is no {group.removeprefix('hydra/')} of that name here. Those that plugins of Hydra's "
+        "bring (joblib, submitit_local, submitit_slurm; optuna) come with pip install 'lightning-sonar[sweep]'. "
+        f"Without: {', '.join(error.options or ())}."
+    )
 
 
 def _composes(overrides: list[str], config_name: str) -> bool:

@@ -128,6 +128,11 @@ def test_every_argument_of_the_trainer_can_be_set():
         ("model.overrides={hidden_size:3}", r"one by one with \+model.overrides.KEY=VALUE"),
         ("model.overrides.hidden_size=3", r"It is empty: add a key with \+model.overrides.hidden_size=3"),
         ("model.size=[", "The command line cannot be read"),
+        (
+            "hydra/launcher=job",
+            r"no launcher of that name here.* pip install 'lightning-sonar\[sweep\]'. Without",
+        ),
+        ("hydra/sweeper=optun", r"no sweeper of that name here.*\(joblib, .*; optuna\).* Without: basic"),
     ],
 )
 def test_a_typo_is_answered_with_what_is_valid(override, message):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import shlex
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_the_python_blocks_run_as_they_stand():
 
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_every_command_names_a_program_and_what_it_takes(page, line):
-    from experiments.overrides import check_overrides, split_arguments
+    from experiments.overrides import OverrideError, check_overrides, split_arguments
     from experiments.planning import OWN
     from lightning_sonar.config_dir import config_dir
 
@@ -67,7 +68,11 @@ def test_every_command_names_a_program_and_what_it_takes(page, line):
         own = OWN if program.endswith("plan.py") else ()
         flags, overrides = split_arguments([part for part in arguments if part.split("=")[0] not in own])
         assert set(flags) <= {"--help", "-m"}
-        check_overrides(overrides, config_dir())
+        if "hydra/sweeper=optuna" in overrides and find_spec("optuna") is None:
+            with pytest.raises(OverrideError, match=r"pip install 'lightning-sonar\[sweep\]'"):
+                check_overrides(overrides, config_dir())
+        else:
+            check_overrides(overrides, config_dir())
         return
     source = (ROOT / program).read_text()
     for flag in (part.split("=")[0] for part in arguments if part.startswith("-")):
