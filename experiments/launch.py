@@ -13,12 +13,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from experiments.choices import explain
 from experiments.environment import as_given
 from experiments.folder import FolderError, check_writable, take
-from experiments.overrides import OverrideError, check_overrides, split_arguments
+from experiments.overrides import OverrideError, check_overrides, key_of, split_arguments
 from experiments.status import INTERRUPTED, TERMINATED
 from lightning_sonar.config_dir import config_dir
 
@@ -44,8 +44,13 @@ class RunFolder(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-        if not getattr(rank_zero_only, "rank", None):
-            _or_exit(take, Path(str(config.hydra.run.dir)).absolute())
+        if getattr(rank_zero_only, "rank", None):
+            return
+        _or_exit(take, Path(str(config.hydra.run.dir)).absolute())
+        swept = OmegaConf.select(config, "hydra.sweeper.params")
+        # A job of a sweep is told its mode.
+        if swept and not any(override.startswith("hydra.mode=") for override in config.hydra.overrides.hydra):
+            print(f"note: this experiment is a sweep over {', '.join(swept)}, of which this is one run; -m runs all.")
 
 
 def _or_exit(act: Callable[[Path], object], folder: Path) -> None:
@@ -60,6 +65,9 @@ def _or_exit(act: Callable[[Path], object], folder: Path) -> None:
 class SweepFolder(Callback):
     """Remembers the folder of the sweep that runs here; a launcher may run its jobs in other processes.
 
+    Also lets the command line choose anew what an experiment sweeps over, where Hydra would run each of its combinations
+    once more for every value that the experiment has.
+
     Attributes:
         path: the folder, absolute; None outside of a sweep.
     """
@@ -69,6 +77,11 @@ class SweepFolder(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         SweepFolder.path = Path(str(config.hydra.sweep.dir)).absolute()
         _or_exit(check_writable, SweepFolder.path)
+        swept = OmegaConf.select(config, "hydra.sweeper.params")
+        if swept:
+            with read_write(config.hydra), open_dict(config.hydra):
+                for key in {key_of(override) for override in config.hydra.overrides.task}.intersection(swept):
+                    del swept[key]
         print(f"Sweep in {SweepFolder.path}. Stopped or failed, it goes on with hydra.sweep.dir={SweepFolder.path}")
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from report_runs import result, write_run
 
 from experiments import sweep
-from experiments.launch import SweepFolder
+from experiments.launch import RunFolder, SweepFolder, launch
 from experiments.status import read_status, why, write_status
 from experiments.sweep import run_in_sweep, settings_sha256
 from lightning_sonar import MODES
@@ -240,3 +240,41 @@ def test_optunas_sweeper_finds_the_best_job_and_goes_on_in_its_folder(tmp_path):
     second = command(*call, f"hydra.sweep.dir='{folder}'")
     assert second.stdout.count("skipped, its result.json is complete") == len(losses)
     assert OmegaConf.load(folder / "optimization_results.yaml") == best
+
+
+@pytest.mark.parametrize(
+    ("given", "jobs"),
+    [
+        ([], 12),
+        (["mode=sonar"], 2),
+        (["mode=standard,sonar", "model=granite"], 2),
+        (["seed=0,1"], 24),
+        (["backend=eager,grouped_mm", "model=olmoe", "mode=sonar"], 2),
+    ],
+)
+def test_the_command_line_takes_the_place_of_what_an_experiment_sweeps_over(tmp_path, monkeypatch, given, jobs):
+    seen: list[list[str]] = []
+
+    def run_in_sweep(cfg, script, arguments, folder):
+        seen.append(sorted(arguments))
+        return 0.0
+
+    monkeypatch.setattr("experiments.sweep.run_in_sweep", run_in_sweep)
+    monkeypatch.setattr("experiments.launch._report", lambda folder: 0)
+    arguments = ["-m", "experiment=paper_small", *given, f"hydra.sweep.dir='{tmp_path}'"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    assert launch(ROOT / "experiments/run.py", arguments) == 0
+    assert len(seen) == jobs
+    assert len({tuple(job) for job in seen}) == jobs, "no job twice"
+    for job in seen:
+        assert len({override.split("=")[0] for override in job}) == len(job), "no key twice"
+
+
+@pytest.mark.parametrize(("overrides", "says"), [(["experiment=paper_small"], True), ([], False)])
+def test_an_experiment_that_is_a_sweep_says_so_where_one_run_is_made_of_it(tmp_path, capsys, overrides, says):
+    cfg = composed(*overrides, f"hydra.run.dir='{tmp_path}/a'")
+    RunFolder().on_run_start(cfg)
+    assert ("a sweep over model, backend, mode, of which this is one run; -m" in capsys.readouterr().out) is says
+    cfg = composed(*overrides, f"hydra.run.dir='{tmp_path}/b'", "hydra.mode=RUN")
+    RunFolder().on_run_start(cfg)
+    assert not capsys.readouterr().out, "a job of a sweep need not be told"
