@@ -65,8 +65,8 @@ def _or_exit(act: Callable[[Path], object], folder: Path) -> None:
 class SweepFolder(Callback):
     """Remembers the folder of the sweep that runs here; a launcher may run its jobs in other processes.
 
-    Also lets the command line choose anew what an experiment sweeps over, where Hydra would run each of its combinations
-    once more for every value that the experiment has.
+    Also lets the command line choose anew what an experiment sweeps over, where Hydra would run each combination once
+    for every value that the experiment has.
 
     Attributes:
         path: the folder, absolute; None outside of a sweep.

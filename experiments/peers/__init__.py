@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from experiments.peers.adalomo import AdaLomo
 from experiments.peers.base import Batch, Observer, PlainLoop, Plan, Recipe
 from experiments.peers.in_hooks import OptimiRelease, TutorialHooks
-from experiments.peers.ordinary import Lora, TorchAO
-from experiments.peers.trainers import PlainLightning, Sonar, SonarLowBit
+from experiments.peers.ordinary import COMPILED, Lora, TorchAO
+from experiments.peers.trainers import ON_FP32_COPIES, PlainLightning, Sonar, SonarLowBit
 
 __all__ = ["BASELINE", "OURS", "PEERS", "Batch", "Observer", "PlainLoop", "Plan", "Recipe", "versions"]
 
@@ -28,8 +28,8 @@ _ALL: tuple[Recipe, ...] = (
     Sonar("in_backward_all"),
     Sonar("sonar"),
     Sonar("sonar_exact_clip"),
-    SonarLowBit("bnb_adamw8bit", "bitsandbytes", "sonar_bnb8bit"),
-    SonarLowBit("ao_adamw8bit", "torchao", "sonar_ao8bit"),
+    SonarLowBit("bnb_adamw8bit", "bitsandbytes", "sonar_bnb8bit", note=ON_FP32_COPIES),
+    SonarLowBit("ao_adamw8bit", "torchao", "sonar_ao8bit", note=COMPILED),
 )
 
 PEERS: dict[str, Recipe] = {recipe.name: recipe for recipe in _ALL}

@@ -12,6 +12,9 @@ from experiments.peers.base import EIGHT_BIT, Batch, PlainLoop, Plan, shares, tr
 from lightning_sonar.experts import find_expert_tensors
 from lightning_sonar.optim.states import state_tensors
 
+COMPILED = "what its compiled update takes for a moment is not seen: the peak is a lower bound"
+"""What a reader must know of the figures of torchao's optimizers."""
+
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -54,7 +57,7 @@ class TorchAO(Ordinary):
     package = "torchao"
     module = "torchao"
     state = EIGHT_BIT
-    note = "what its compiled update takes for a moment is not seen: the peak is a lower bound"
+    note = COMPILED
 
     def ordinary(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]

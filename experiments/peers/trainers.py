@@ -87,14 +87,21 @@ class Sonar(PlainLightning):
         return SonarMoEStrategy(mode=self.mode)
 
 
+ON_FP32_COPIES = (
+    "on a CPU it works on fp32 copies of the tensor that it steps, which are not seen: the peak is a lower bound"
+)
+"""What a reader must know of the figures of bitsandbytes' optimizers."""
+
+
 class SonarLowBit(Sonar):
     """Mode sonar with an 8-bit optimizer of `lightning_sonar.optim`."""
 
     state = EIGHT_BIT
 
-    def __init__(self, factory: str, package: str, name: str) -> None:
+    def __init__(self, factory: str, package: str, name: str, note: str) -> None:
         super().__init__("sonar")
         self.name = name
+        self.note = note
         self.label = f"lightning_sonar, sonar, {package} AdamW 8 bit"
         self._factory = factory
         self.package = self.module = package
