@@ -87,9 +87,7 @@ class Sonar(PlainLightning):
         return SonarMoEStrategy(mode=self.mode)
 
 
-ON_FP32_COPIES = (
-    "on a CPU it works on fp32 copies of the tensor that it steps, which are not seen: the peak is a lower bound"
-)
+ON_FP32_COPIES = "on a CPU it steps fp32 copies of the tensor, which are not seen: the peak is a lower bound"
 """What a reader must know of the figures of bitsandbytes' optimizers."""
 
 
