@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from distributed_run import run_once
+from distributed_run import launch, run_once
 from helpers import AutomaticLM, batches, differing, make_trainer, small_model, snapshot
 from low_bit_cases import all_torchao, bnb, bnb_experts, eager, needs_bitsandbytes  # noqa: F401
 from omegaconf import OmegaConf
@@ -295,6 +295,15 @@ def test_several_ranks_do_bit_for_bit_what_other_training_does(case):
         assert differing(ranks[0]["found"], found["found"]) == []
         codes = [name for name, value in found["found"].items() if value.dtype == torch.uint8 and "experts" in name]
         assert len(codes) == 8
+
+
+@pytest.mark.slow
+def test_four_ranks_watch_what_they_would_do_unwatched(tmp_path):
+    pytest.importorskip("torchao")
+    for found in launch(["low_bit_fsdp_watched"], tmp_path, world=4):
+        case = found["low_bit_fsdp_watched"]
+        assert differing(case["expected"]["values"], case["found"]["values"]) == []
+        assert 0 < case["found"]["largest"] < 1
 
 
 # -- plans and results ---------------------------------------------------------------------------------------------
