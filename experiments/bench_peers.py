@@ -4,7 +4,7 @@ python experiments/bench_peers.py
 python experiments/bench_peers.py --rounds 3 --peers lightning,optimi,sonar --json outputs/bench_peers/result.json
 python experiments/bench_peers.py --write docs/peers.md
 
-A 118 M parameter OLMoE (bf16, grouped_mm) is trained on the built-in data, and every peer goes on from there: the same
+A 119 M parameter OLMoE (bf16, grouped_mm) is trained on the built-in data, and every peer goes on from there: the same
 weights, batches and learning rate, in a process of its own for each measurement. Peers take turns over the rounds. The
 peak is that of live storages in one step that is not timed. Needs `pip install 'lightning-sonar[bench]'`; what is not
 installed, or does not run, is a row that says so.
@@ -299,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from experiments.peers import BASELINE, PEERS
     from experiments.peers.before import earlier, read
     from experiments.peers.table import markdown, show, verdicts
+    from experiments.status import INTERRUPTED
 
     names = list(PEERS) if options.peers is None else options.peers.split(",")
     unknown = [name for name in names if name not in PEERS]
@@ -320,7 +321,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = {**said, "command": command, "processor": processor(), "rounds": options.rounds}
         before = earlier(options.json, {**said, "processor": result["processor"]}) if options.resume else {}
         names = list(dict.fromkeys((*names, *(name for name in before.get("rows", {}) if name in PEERS))))
-        result = run(names, options.rounds, settings, options.json, result, before)
+        try:
+            result = run(names, options.rounds, settings, options.json, result, before)
+        except KeyboardInterrupt:
+            print("stopped; the same command with --resume goes on", file=sys.stderr)
+            return INTERRUPTED
         result["verdicts"] = [] if options.toy else verdicts(result["rows"])
         write(options.json, result)
     show(result)

@@ -315,7 +315,9 @@ def _show(result: dict[str, Any], places: dict[str, Path]) -> None:
     peak = number(None if result["peak_memory_bytes"] is None else result["peak_memory_bytes"] / 1e9, ".3f", " GB")
     planned = result["predicted_peak_bytes"]
     word = "estimated for each rank" if result["ranks"] > 1 else "predicted"
-    predicted = "" if planned is None else f"; {word}: {planned / 1e9:.3f} GB"
+    said = [] if result["peak_phase"] is None else [f"phase: {result['peak_phase']}"]
+    said += [] if planned is None else [f"{word}: {planned / 1e9:.3f} GB"]
+    of_the_peak = f" ({'; '.join(said)})" if said else ""
     times = result["step_time_ms"]
     on = "" if result["expert_clip"] == "none" else f", expert_clip {result['expert_clip']}"
     on += "" if result["accumulation"] == "exact" else f", accumulation {result['accumulation']}"
@@ -324,7 +326,7 @@ def _show(result: dict[str, Any], places: dict[str, Path]) -> None:
         f"\n{result['model']} ({result['size']}, {result['params_total'] / 1e6:,.1f} M parameters, "
         f"{result['params_expert'] / result['params_total']:.0%} in experts), mode {result['mode']}{on}, backend "
         f"{result['backend']}, {result['device']}\n"
-        f"  peak memory    {peak} (phase: {result['peak_phase']}{predicted})\n"
+        f"  peak memory    {peak}{of_the_peak}\n"
         f"  step time      {number(times['median'], '.1f', ' ms')}\n"
         f"  train loss     {number(result['train_loss_first'], '.3f')} -> {number(result['train_loss'], '.3f')} "
         f"after {result['steps']} steps\n"

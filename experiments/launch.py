@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from experiments.choices import explain
 from experiments.environment import as_given
 from experiments.folder import FolderError, check_writable, take
-from experiments.overrides import OverrideError, check_overrides, key_of, split_arguments
+from experiments.overrides import OverrideError, check_overrides, check_ranges, key_of, split_arguments
 from experiments.status import INTERRUPTED, TERMINATED
 from lightning_sonar.config_dir import config_dir
 
@@ -94,11 +94,17 @@ def launch(script: Path, arguments: list[str]) -> int:
     flags, overrides = split_arguments(arguments)
     directory = config_dir()
     given = {flag.split("=", 1)[0] for flag in flags}
+    sweeps = bool(given & {"-m", "--multirun"}) or any(o.upper() == "HYDRA.MODE=MULTIRUN" for o in overrides)
     asks = given & {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
     elsewhere = given & {"--config-path", "-cp", "--config-dir", "-cd", "--config-name", "-cn"}
+    shows = given & {"--cfg", "-c", "--info", "-i"}
+    if shows and given & {"-m", "--multirun"}:
+        print(f"{script.name}: {min(shows)} shows the configuration of one run: leave out -m.", file=sys.stderr)
+        return 2
     if not asks and not elsewhere:
         try:
             check_overrides(overrides, directory)
+            check_ranges(overrides)
         except OverrideError as error:
             print(f"{script.name}: {error}", file=sys.stderr)
             return 2
@@ -113,8 +119,11 @@ def launch(script: Path, arguments: list[str]) -> int:
         if settings.mode == RunMode.MULTIRUN:
             from experiments.sweep import run_in_sweep
 
+            swept = OmegaConf.select(cast(DictConfig, settings), "sweeper.params") or {}
+            if left := sorted(set(swept).difference(map(key_of, settings.overrides.task))):
+                print(f"note: this job's experiment is a sweep over {', '.join(left)}, which it runs if given alone.")
             kept = [flag for flag in flags if flag not in ("-m", "--multirun")]
-            hydras = [o for o in settings.overrides.hydra if not o.startswith(OF_THE_SWEEP)]
+            hydras = [o for o in settings.overrides.hydra if not o.lstrip("+~").startswith(OF_THE_SWEEP)]
             # A process's arguments are there for all to see.
             job = [*kept, *as_given(settings.overrides.task), *hydras]
             return run_in_sweep(cfg, script, job, Path(settings.runtime.output_dir))
@@ -123,7 +132,6 @@ def launch(script: Path, arguments: list[str]) -> int:
         codes.append(run_job(cfg, Path(settings.runtime.output_dir)))
         return codes[-1]
 
-    sweeps = bool(given & {"-m", "--multirun"})
     before = signal.signal(signal.SIGTERM, _terminate) if sweeps else None
     try:
         hydra.main(version_base="1.3", config_path=str(directory), config_name="config")(task)()

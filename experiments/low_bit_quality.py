@@ -119,8 +119,8 @@ def rows_of(gaps: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
             rows.append((optimizer, f"{value['heldout_loss']:.4f}", "", "", "", "", ""))
             continue
         spread = "" if value["spread"] is None else f"{value['spread']:.4f}"
-        each = ", ".join(f"{gap:+.4f}" for gap in value["gaps"])
-        figures = (f"{value['heldout_loss']:.4f}", f"{value['mean']:+.4f}", spread, each)
+        each = ", ".join(f"{gap:+z.4f}" for gap in value["gaps"])
+        figures = (f"{value['heldout_loss']:.4f}", f"{value['mean']:+z.4f}", spread, each)
         rows.append((optimizer, *figures, str(value["large_updates"]), value["goal"]))
     return rows
 

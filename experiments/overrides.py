@@ -21,6 +21,10 @@ FLAGS_WITH_VALUE = (
 )
 
 
+# What Hydra and OmegaConf raise at an override that does not fit; not all of it is of their own kinds.
+UNFIT = (HydraException, OmegaConfBaseException, AssertionError, AttributeError, TypeError, ValueError)
+
+
 class OverrideError(ValueError):
     """An override that names a key or value that does not exist."""
 
@@ -60,6 +64,22 @@ def check_overrides(overrides: list[str], directory: Path, config_name: str = "c
         _compose(combination, directory, config_name)
 
 
+def check_ranges(overrides: list[str]) -> None:
+    """See that a range has a sweeper that can search in it.
+
+    Raises:
+        OverrideError: naming the range, and what would do.
+    """
+    if any(key_of(override) == "hydra/sweeper" for override in overrides):
+        return
+    for override in OverridesParser.create().parse_overrides(overrides):
+        if override.is_interval_sweep():
+            raise OverrideError(
+                f"{override.input_line}: a range needs a sweeper that searches in it: -m hydra/sweeper=optuna "
+                "(pip install 'lightning-sonar[sweep]'). Without one, name the values: KEY=VALUE,VALUE."
+            )
+
+
 def values_of(override: Override, directory: Path) -> list[str]:
     """The overrides with one value each that a sweep stands for, each once; of any other override itself.
 
@@ -95,8 +115,8 @@ def _each_once(choices: list[list[str]]) -> Iterator[list[str]]:
 def _compose(overrides: list[str], directory: Path, config_name: str) -> DictConfig:
     with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
         try:
-            return compose(config_name, overrides=overrides)
-        except (HydraException, OmegaConfBaseException) as error:
+            return _whole(overrides, config_name)
+        except UNFIT as error:
             if isinstance(error, MissingConfigException) and (plugin := _of_a_plugin(error)):
                 raise OverrideError(plugin) from error
             # The one without which the others compose; an override may be right only beside another one.
@@ -114,19 +134,31 @@ def _of_a_plugin(error: MissingConfigException) -> str | None:
     return (
         f"{group}={name}: there is no {group.removeprefix('hydra/')} of that name here. Those that plugins of Hydra's "
         "bring (joblib, submitit_local, submitit_slurm; optuna) come with pip install 'lightning-sonar[sweep]'. "
-        f"Without: {', '.join(error.options or ())}."
+        f"Here are: {', '.join(error.options or ())}."
     )
+
+
+def _whole(overrides: list[str], config_name: str) -> DictConfig:
+    cfg = compose(config_name, overrides=overrides, return_hydra_config=True)
+    # Hydra names the folder before the run could say what is missing.
+    OmegaConf.select(cfg, "hydra.run.dir")
+    return cfg
 
 
 def _composes(overrides: list[str], config_name: str) -> bool:
     try:
-        compose(config_name, overrides=overrides)
-    except (HydraException, OmegaConfBaseException):
+        _whole(overrides, config_name)
+    except UNFIT:
         return False
     return True
 
 
 def _explain(override: str | None, others: list[str], error: Exception, config_name: str, directory: Path) -> str:
+    if getattr(error, "full_key", None) == "hydra.run.dir":
+        first = str(error).splitlines()[0]
+        return f"{override or 'hydra.run.dir'}: {first}, and the run's folder (hydra.run.dir) is named after it."
+    if override and override.lstrip("+").startswith("hydra.sweeper.params"):
+        return f"{override}: only an experiment that is a sweep has these. Name the values: -m KEY=VALUE,VALUE."
     if override is None or "=" not in override:
         return str(error)
     if override.split("=", 1)[1].startswith("{"):
@@ -134,7 +166,7 @@ def _explain(override: str | None, others: list[str], error: Exception, config_n
         return f"{override}: {first} Set new keys one by one with +{override.split('=')[0]}.KEY=VALUE."
     key = override.split("=", 1)[0].lstrip("+~")
     if key.startswith("hydra") or override.startswith(("+", "~")):
-        return str(error)
+        return str(error) if key in str(error) else f"{override}: {error}"
     if (directory / key).is_dir():
         choices = ", ".join(sorted(path.stem for path in (directory / key).glob("*.yaml")))
         return f"{override}: there is no {key} of that name. Choose one of {choices}."

@@ -125,7 +125,7 @@ def _table(overrides: list[str], context: int, folder: Path, ranks: list[int]) -
     if not any(key_of(override).split(".")[0] in ("mode", "optimizer") for override in overrides):
         smaller = [_plan(cfg) for more in SMALLER for cfg in _configurations([*overrides, "mode=sonar", *more])]
         console.print("\nAnd mode sonar with smaller states, or with its experts' states in host memory:\n")
-        show_plans(smaller, context, against=plans)
+        varying += [name for name in show_plans(smaller, context, against=plans) if name not in varying]
         plans += smaller
     if ranks:
         show_ranks(plans, varying, ranks)

@@ -111,6 +111,13 @@ def test_each_peer_of_the_same_state_is_judged_by_peak_and_by_step_time():
     assert not any(goal.startswith("lora") for goal in found), "adapters keep another state"
 
 
+def test_a_peers_optimizer_is_compared_with_itself_where_we_have_it():
+    low = {"torchao8bit": _row("torchao8bit", 70, 9), "sonar_bnb8bit": _row("sonar_bnb8bit", 50, 7)}
+    assert _verdicts(ROWS | low)["torchao8bit is not below our peak"] == ("met", "70.0 MB; sonar_bnb8bit 50.0 MB")
+    found = _verdicts(ROWS | low | {"sonar_ao8bit": _row("sonar_ao8bit", 75, 8)})
+    assert found["torchao8bit is not below our peak"] == ("missed", "70.0 MB; sonar_ao8bit 75.0 MB")
+
+
 def test_a_lower_peak_or_a_faster_step_of_a_peer_is_a_missed_goal():
     lower = _verdicts(ROWS | {"tutorial": _row("tutorial", 79.9, 0.99)})
     assert lower["tutorial is not below our peak"][0] == "missed"
@@ -206,7 +213,7 @@ def test_a_missing_package_and_a_peer_that_breaks_are_rows_with_their_reason(tmp
 
 
 @pytest.mark.parametrize("broken_at", range(1, 11))
-def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch, broken_at):
+def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys, broken_at):
     asked: list[tuple[str, str]] = []
     whole, path = _spawn(asked), tmp_path / "result.json"
 
@@ -218,8 +225,8 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, monkeypatc
     monkeypatch.setattr(bench_peers, "spawn", interrupted)
     arguments = ["--rounds", "2", "--peers", "sonar", "--json", str(path), "--resume"]
     if broken_at <= 9:
-        with pytest.raises(KeyboardInterrupt):
-            bench_peers.main(arguments)
+        assert bench_peers.main(arguments) == 130
+        assert capsys.readouterr().err == "stopped; the same command with --resume goes on\n"
     else:
         assert bench_peers.main(arguments) == 0
     monkeypatch.setattr(bench_peers, "spawn", whole)

@@ -130,9 +130,15 @@ def test_every_argument_of_the_trainer_can_be_set():
         ("model.size=[", "The command line cannot be read"),
         (
             "hydra/launcher=job",
-            r"no launcher of that name here.* pip install 'lightning-sonar\[sweep\]'. Without",
+            r"no launcher of that name here.* pip install 'lightning-sonar\[sweep\]'. Here are",
         ),
-        ("hydra/sweeper=optun", r"no sweeper of that name here.*\(joblib, .*; optuna\).* Without: basic"),
+        ("hydra/sweeper=optun", r"no sweeper of that name here.*\(joblib, .*; optuna\).* Here are: basic"),
+        ("mode=null", "^mode=null: there is no mode of that name. Choose one of in_backward_all"),
+        ("data=3", "^data=3: there is no data of that name"),
+        ("~mode", "^~mode: .*'mode.name' not found, and the run's folder"),
+        ("~model.name", "^~model.name: .*'model.name' not found, and the run's folder"),
+        ("hydra.sweeper.params.mode='sonar,standard'", "^hydra.sweeper.params.mode=.*-m KEY=VALUE,VALUE"),
+        ("hydra.sweeper.params={mode: sonar}", "^hydra.sweeper.params=.*-m KEY=VALUE,VALUE"),
     ],
 )
 def test_a_typo_is_answered_with_what_is_valid(override, message):
@@ -151,6 +157,13 @@ def test_an_override_that_another_one_makes_valid_is_not_blamed():
         check_overrides(
             ["callbacks=checkpoint", "callbacks.model_checkpoint.every_n_train_steps=3", "model.num_layer=2"], CONF
         )
+
+
+def test_what_an_experiment_sweeps_over_may_be_set_beside_a_typo():
+    overrides = ["experiment=paper_small", "hydra.sweeper.params.mode=sonar"]
+    check_overrides(overrides, CONF)
+    with pytest.raises(OverrideError, match="^data.foo=1: 'data' has no key 'foo'"):
+        check_overrides([*overrides, "data.foo=1"], CONF)
 
 
 def test_valid_overrides_pass():

@@ -77,3 +77,11 @@ def test_a_reader_who_leaves_early_is_no_error():
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0
     assert "BrokenPipe" not in done.stderr
+
+
+def test_the_table_of_ranks_tells_all_its_rows_apart(tmp_path, capsys):
+    assert main([*SMALL, "ranks=2", f"out={tmp_path}"]) == 0
+    table = capsys.readouterr().out.split("GB a rank under FSDP2")[1]
+    names = [" ".join(line.split()[:-1]) for line in table.splitlines() if line.startswith((" sonar ", "sonar "))]
+    assert len(names) == 4
+    assert len(set(names)) == 4, "a mode alone does not say which optimizer, or where its states are"

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import csv
 import re
 import shlex
+import statistics
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,3 +105,51 @@ def test_python_blocks_are_code_that_finds_its_names(page):
         for names in re.findall(r"^from lightning_sonar import (.*)$", block, re.M):
             for name in names.split(","):
                 assert hasattr(lightning_sonar, name.strip()), f"{page} imports {name.strip()}"
+
+
+def rows(path: str, after: str = "") -> list[list[str]]:
+    """The rows of a page's first table after some words, cell by cell, its head left out."""
+    text = (ROOT / path).read_text()
+    table = re.search(r"(?:^\|.*\n)+", text[text.index(after) :], re.M)
+    assert table is not None
+    return [[cell.strip(" `") for cell in line.strip("|\n").split("|")] for line in table[0].splitlines()[2:]]
+
+
+def test_the_peers_are_those_of_their_page():
+    measured = {(row[2], row[5]): row for row in rows("docs/peers.md") if row[3]}
+    found = rows("README.md", "## How it compares")
+    assert len(found) == len(measured)
+    for _, peak, ratio, loss, *checks in found:
+        row = measured.pop((peak, loss))
+        said = [float(part) for part in re.findall(r"[\d.]+", ratio)]
+        exact = [float(row[3]), *map(float, row[4].split(" to "))]
+        last = 0.05 if said[0] >= 5 else 0.005
+        # Both are rounded.
+        assert all(abs(a - b) <= last + 0.0006 for a, b in zip(said, exact, strict=False))
+        assert [cell.split()[0] for cell in checks] == [cell.split()[0] for cell in row[6:]]
+
+
+def test_the_small_papers_figures_are_those_of_its_report():
+    text = (ROOT / "docs/paper_small/report.md").read_text()
+    models = {
+        name: {row[0]: row for row in rows("docs/paper_small/report.md", f"## {name}")} for name in ("olmoe", "granite")
+    }
+    assert text.index("## olmoe") < text.index("## granite")
+    for mode, peak, saved, time, loss in rows("README.md", "### Measured here"):
+        found = [models[name][mode] for name in ("olmoe", "granite")]
+        assert loss.split(" / ") == [row[3] for row in found]
+        assert [f"{float(mb) / 1e3:.3f}" for mb in peak.split(" / ")] == [row[1] for row in found]
+        assert time.split(" / ") == [f"{float(row[2].split()[0]):.0f}" for row in found]
+        shares = [row[5] for row in found]
+        assert saved.replace("%", "").split(" / ") == (
+            [share.strip("%").removesuffix(".0") for share in shares] if mode != "standard" else [""]
+        )
+
+
+def test_the_gaps_over_five_seeds_are_those_of_their_report():
+    with (ROOT / "docs/paper_small_five_seeds/report.csv").open() as file:
+        runs = {(run["mode"], int(run["seed"])): float(run["heldout_loss"]) for run in csv.DictReader(file)}
+    gaps = [runs["sonar", seed] - runs["standard", seed] for seed in range(5)]
+    flat = " ".join(README.split())
+    *first, last = [f"{gap:+.4f}" for gap in gaps]
+    assert f"{', '.join(first)} and {last}: {statistics.mean(gaps):+.4f} ± {statistics.stdev(gaps):.4f}" in flat

@@ -211,3 +211,21 @@ def test_a_figure_that_is_no_number_is_written_as_null(tmp_path):
     path = tmp_path / "result.json"
     write_json(path, {"a": float("nan"), "b": [float("inf"), -float("inf"), 1.5], "c": {"d": (1, None)}})
     assert json.loads(path.read_text()) == {"a": None, "b": [None, None, 1.5], "c": {"d": [1, None]}}
+
+
+def test_what_was_not_measured_is_not_shown_as_none(monkeypatch, capsys):
+    from report_runs import result
+    from rich.console import Console
+
+    from experiments import job
+
+    monkeypatch.setattr(job, "console", Console(width=160))
+    more = {"accumulation": "exact", "expert_state_device": None, "train_loss_first": 8.3}
+    job._show(result("sonar", **more), {})
+    assert "GB (phase: backward; predicted: " in capsys.readouterr().out
+    more |= {"peak_memory_bytes": None, "predicted_peak_bytes": None, "peak_phase": None}
+    more |= {"step_time_ms": {"median": None, "p10": None, "p90": None}}
+    job._show(result("sonar", **more), {})
+    said = capsys.readouterr().out
+    assert "peak memory    not measured\n" in said
+    assert "None" not in said

@@ -278,3 +278,34 @@ def test_an_experiment_that_is_a_sweep_says_so_where_one_run_is_made_of_it(tmp_p
     cfg = composed(*overrides, f"hydra.run.dir='{tmp_path}/b'", "hydra.mode=RUN")
     RunFolder().on_run_start(cfg)
     assert not capsys.readouterr().out, "a job of a sweep need not be told"
+
+
+def faked(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr("experiments.sweep.run_in_sweep", lambda cfg, script, arguments, folder: 0.0)
+    monkeypatch.setattr("experiments.launch._report", lambda folder: 0)
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    return launch(ROOT / "experiments/run.py", list(arguments))
+
+
+def test_an_experiment_that_is_swept_over_says_what_it_does_not_run(tmp_path, monkeypatch, capsys):
+    folder = f"hydra.sweep.dir='{tmp_path}'"
+    assert faked(monkeypatch, "-m", "experiment=smoke,paper_small", "mode=sonar", folder) == 0
+    said = capsys.readouterr().out
+    assert said.count("this job's experiment is a sweep over") == 1
+    assert "a sweep over backend, model, which it runs if given alone" in said
+    assert faked(monkeypatch, "-m", "experiment=paper_small", "mode=sonar", folder) == 0
+    assert "is a sweep over" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shows", [["--cfg", "job"], ["--info", "defaults"], ["-c", "hydra"]])
+def test_the_configuration_of_a_whole_sweep_is_refused_in_one_line(tmp_path, monkeypatch, capsys, shows):
+    assert faked(monkeypatch, "-m", "mode=sonar", *shows) == 2
+    assert capsys.readouterr().err == f"run.py: {shows[0]} shows the configuration of one run: leave out -m.\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["-m"]])
+def test_a_range_without_a_sweeper_that_searches_is_answered_with_one(monkeypatch, capsys, flags):
+    assert faked(monkeypatch, *flags, "optimizer.lr=interval(1e-5,1e-3)") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("run.py: optimizer.lr=interval(1e-5,1e-3): a range needs a sweeper that searches")
+    assert "-m hydra/sweeper=optuna (pip install 'lightning-sonar[sweep]')" in said

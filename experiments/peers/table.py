@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.peers import OURS
+from experiments.peers import OURS, PEERS
 from experiments.peers.checks import CHECKS
 
 COLUMNS = ("", "optimizer state", "peak MB", "step time", "spread over rounds", "held-out loss", *CHECKS)
@@ -65,8 +65,9 @@ def _said(row: Mapping[str, Any]) -> str:
 def verdicts(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
     """The two goals against each peer that keeps an optimizer state that we keep too.
 
-    Nobody is below our lowest peak at the same state; and for nobody is there none of ours that takes no more memory
-    (within 0.5%) and no more time. A ratio may be within our spread over the rounds.
+    Nobody is below our lowest peak at the same state, with the peer's own optimizer where we have a row of it; and for
+    nobody is there none of ours that takes no more memory (within 0.5%) and no more time. A ratio may be within our
+    spread over the rounds.
 
     Returns:
         Of each, ``goal``, ``verdict`` ("met", "met within the spread", "missed") and ``figures``.
@@ -77,6 +78,8 @@ def verdicts(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
         same = {own: ran[own] for own in OURS if own in ran and ran[own]["state"] == row["state"]}
         if name in OURS or not same:
             continue
+        # Like with like: where another project's optimizer steps both, what steps it is compared and not the optimizer.
+        same = {own: ran[own] for own in same if PEERS[own].package == PEERS[name].package} or same
         low = min(same, key=lambda own: same[own]["peak_bytes"])
         below = row["peak_bytes"] < same[low]["peak_bytes"]
         found.append(

@@ -106,7 +106,7 @@ def draw_loss_gaps(groups: list[Group], path: Path) -> Path | None:
             )  # fmt: skip
             axes.plot([gap.middle], [place], marker=look["marker"], markersize=8, color=look["color"], zorder=4)
             axes.annotate(
-                f"{gap.middle:+.4f}", (gap.middle, place), (0, 9), textcoords="offset points", ha="center", fontsize=9,
+                f"{gap.middle:+z.4f}", (gap.middle, place), (0, 9), textcoords="offset points", ha="center", fontsize=9,
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
             )  # fmt: skip
         _modes(axes, rows)

@@ -42,9 +42,9 @@ def table_of(group: Group) -> tuple[list[str], list[list[str]]]:
             False,
         ),
         ("gives up", [row.gives_up for row in group.rows], True),
-        ("saved", [_number(row.saved, ".1%") for row in group.rows], False),
+        ("saved", [_number(row.saved, "z.1%") for row in group.rows], False),
         ("time ratio", [_number(row.time_ratio, ".2f") for row in group.rows], False),
-        ("loss gap", [_spread(row.gap, "+.4f") if row.mode != group.base else "" for row in group.rows], False),
+        ("loss gap", [_spread(row.gap, "+z.4f") if row.mode != group.base else "" for row in group.rows], False),
         ("expert-grad GB", [_gigabytes(row.expert_gradient_bytes) for row in group.rows], False),
         ("seeds", [_seeds(row) for row in group.rows], False),
     ]
