@@ -94,11 +94,12 @@ def launch(script: Path, arguments: list[str]) -> int:
     flags, overrides = split_arguments(arguments)
     directory = config_dir()
     given = {flag.split("=", 1)[0] for flag in flags}
-    sweeps = bool(given & {"-m", "--multirun"}) or any(o.upper() == "HYDRA.MODE=MULTIRUN" for o in overrides)
-    asks = given & {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
-    elsewhere = given & {"--config-path", "-cp", "--config-dir", "-cd", "--config-name", "-cn"}
+    multirun = bool(given & {"-m", "--multirun"})
+    sweeps = multirun or any(override.upper() == "HYDRA.MODE=MULTIRUN" for override in overrides)
     shows = given & {"--cfg", "-c", "--info", "-i"}
-    if shows and given & {"-m", "--multirun"}:
+    asks = shows | (given & {"--help", "-h", "--hydra-help", "--version"})
+    elsewhere = given & {"--config-path", "-cp", "--config-dir", "-cd", "--config-name", "-cn"}
+    if shows and multirun:
         print(f"{script.name}: {min(shows)} shows the configuration of one run: leave out -m.", file=sys.stderr)
         return 2
     if not asks and not elsewhere:

@@ -243,6 +243,20 @@ def test_optunas_sweeper_finds_the_best_job_and_goes_on_in_its_folder(tmp_path):
     assert OmegaConf.load(folder / "optimization_results.yaml") == best
 
 
+def faked(monkeypatch, *arguments: str, seen: list[list[str]] | None = None) -> int:
+    """The command with jobs that only leave their arguments in ``seen``."""
+
+    def run_in_sweep(cfg, script, arguments, folder):
+        if seen is not None:
+            seen.append(sorted(arguments))
+        return 0.0
+
+    monkeypatch.setattr("experiments.sweep.run_in_sweep", run_in_sweep)
+    monkeypatch.setattr("experiments.launch._report", lambda folder: 0)
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    return launch(ROOT / "experiments/run.py", list(arguments))
+
+
 @pytest.mark.parametrize(
     ("given", "jobs"),
     [
@@ -255,16 +269,7 @@ def test_optunas_sweeper_finds_the_best_job_and_goes_on_in_its_folder(tmp_path):
 )
 def test_the_command_line_takes_the_place_of_what_an_experiment_sweeps_over(tmp_path, monkeypatch, given, jobs):
     seen: list[list[str]] = []
-
-    def run_in_sweep(cfg, script, arguments, folder):
-        seen.append(sorted(arguments))
-        return 0.0
-
-    monkeypatch.setattr("experiments.sweep.run_in_sweep", run_in_sweep)
-    monkeypatch.setattr("experiments.launch._report", lambda folder: 0)
-    arguments = ["-m", "experiment=paper_small", *given, f"hydra.sweep.dir='{tmp_path}'"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
-    assert launch(ROOT / "experiments/run.py", arguments) == 0
+    assert faked(monkeypatch, "-m", "experiment=paper_small", *given, f"hydra.sweep.dir='{tmp_path}'", seen=seen) == 0
     assert len(seen) == jobs
     assert len({tuple(job) for job in seen}) == jobs, "no job twice"
     for job in seen:
@@ -279,13 +284,6 @@ def test_an_experiment_that_is_a_sweep_says_so_where_one_run_is_made_of_it(tmp_p
     cfg = composed(*overrides, f"hydra.run.dir='{tmp_path}/b'", "hydra.mode=RUN")
     RunFolder().on_run_start(cfg)
     assert not capsys.readouterr().out, "a job of a sweep need not be told"
-
-
-def faked(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr("experiments.sweep.run_in_sweep", lambda cfg, script, arguments, folder: 0.0)
-    monkeypatch.setattr("experiments.launch._report", lambda folder: 0)
-    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
-    return launch(ROOT / "experiments/run.py", list(arguments))
 
 
 def test_an_experiment_that_is_swept_over_says_what_it_does_not_run(tmp_path, monkeypatch, capsys):
